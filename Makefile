@@ -87,6 +87,7 @@ test-cpp: build
 
 check:
 	$(or $(PYTHON),$(BASE_PYTHON)) scripts/check_layers.py
+	$(or $(PYTHON),$(BASE_PYTHON)) scripts/check_python_layers.py
 	$(or $(PYTHON),$(BASE_PYTHON)) scripts/check_style.py
 
 gpu-test: export FORCE_CUDA = 1
@@ -137,20 +138,20 @@ sanitize-quick: build
 	$(call sanitize,address,address$(comma)undefined,torch_overlap_std_tests torch_overlap_comm_tests)
 	$(call sanitize,thread,thread,torch_overlap_std_tests)
 
-# Tests of our kernels (windows, direct collectives, also without copies, norms, fused and plain products, sums and
-# copies of channels, "direct") on two GPUs, each process under compute-sanitizer (of the CUDA toolkit), which runs one
+# Tests of our kernels (windows, custom collectives, also without copies, norms, fused and plain products, sums and
+# copies of channels, "low_latency") on two GPUs, each process under compute-sanitizer (of the CUDA toolkit), which runs one
 # kernel at a time: a test whose kernels wait for later ones of the same rank cannot pass. NCCL's own probing calls are
 # not errors. TOOL=racecheck or synccheck looks for other mistakes.
 TOOL ?= memcheck
 SANITIZED_WINDOWS = values_of_every_size or ring_a_hundred_times or everyone_writes or others_as_tensors or of_a_pool
-SANITIZED_DIRECT = lists_and_in_place or nan_and_infinity or ranks_have_the_same_bits or rounded_once \
+SANITIZED_COLLECTIVES = lists_and_in_place or nan_and_infinity or ranks_have_the_same_bits or rounded_once \
   or (every_reduction and two_shot and bfloat16) or (no_place_in_the_window and plain) or few_blocks_do_it \
   or protocols_take_turns or unequal_parts or (every_reduction and ll128 and bfloat16)
 SANITIZED_PRODUCTS = a_mean or same_bits_every_time or (our_own_kernels and 264) or (RowScatter and 257 and 4x4) \
-  or (RowGather and 257 and 4x4) or test_double or (no_rows and ring) or (any_alignment and off-4) or (watched_graphs and sync) \
+  or (RowGather and 257 and 4x4) or test_double or (no_rows and p2p) or (any_alignment and off-4) or (watched_graphs and sync) \
   or operands_at_any_offset or same_bits_everywhere or (test_values and GatherOfOne and bias and along_k and bfloat16)
 GPU_TESTS ?= $(patsubst %,tests/python/gpu/test_%.py,windows small_collectives bulk_copies zero_copy rms_norm fused fused_reduce \
-  fused_scaled fused_row_scales overlap ops direct own_gemm residual graph_timeouts) -k '$(SANITIZED_WINDOWS) or $(SANITIZED_DIRECT) or $(SANITIZED_PRODUCTS)'
+  fused_scaled fused_row_scales overlap ops low_latency own_gemm residual graph_timeouts) -k '$(SANITIZED_WINDOWS) or $(SANITIZED_COLLECTIVES) or $(SANITIZED_PRODUCTS)'
 sanitize-gpu: export FORCE_CUDA = 1
 sanitize-gpu: export CMAKE_ARGS += -DTORCH_OVERLAP_LINEINFO=ON
 sanitize-gpu: build

@@ -1,4 +1,4 @@
-"""Large collectives beside torch.distributed's NCCL, in one run.
+"""Compares large collectives with torch.distributed's NCCL, in one run.
 
     torchrun --nproc_per_node 4 benchmarks/collective_bandwidth.py --out results
 
@@ -16,20 +16,20 @@ import torch
 import torch.distributed as dist
 
 import torch_overlap as to
+from torch_overlap._timing import Stopwatch, interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.bench.result import write_result
-from torch_overlap.bench.timing import Stopwatch, interleave, ratio_of, slowest_rank, spread_of
 
 MIB = 1 << 20
 
 
 def cases(comm: to.TorchComm, megabytes: int) -> dict[str, dict[str, Callable[[], object]]]:
-    """Per operation: ours and torch.distributed's, on the same buffers."""
+    """Returns, per operation, ours and torch.distributed's, on the same buffers."""
     size, device = comm.get_size(), comm.get_device()
     whole = torch.randn(megabytes * MIB // 2, device=device).to(torch.bfloat16)
     whole = whole[: whole.numel() // size * size]
     part = torch.randn(whole.numel() // size, device=device).to(torch.bfloat16)
     other = torch.empty_like(whole)
-    reduce_op = to.ReduceOp.AVG  # values stay bounded however often it runs
+    reduce_op = to.ReduceOp.AVG  # values stay bounded over repetitions
     return {
         "all_reduce": {
             "ours": lambda: comm.all_reduce(whole, reduce_op, async_op=False),

@@ -1,4 +1,4 @@
-"""CUTLASS's products for own_gemm.py, from the library that benchmarks/cpp/cutlass is compiled to."""
+"""CUTLASS's products for own_gemm.py, from the library that is built from benchmarks/cpp/cutlass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from torch_overlap.gemm import GemmArgs
 
-WORKSPACE_BYTES = 64 << 20  # stream-K: the sums of less than two waves of tiles
+WORKSPACE_BYTES = 64 << 20  # stream-K: the partial sums of less than two waves of tiles
 
 
 class Setting(NamedTuple):
-    """In which order a kernel goes through the tiles: what CUTLASS's profiler tries of each kernel."""
+    """The order in which a kernel visits the tiles: the settings that CUTLASS's profiler tries for each kernel."""
 
     swizzle: int
     raster: str  # along "m" or "n"
@@ -47,14 +47,14 @@ class CutlassKernels:
         self.version: str = self._library.cutlass_version().decode()
 
     def names(self, dtype: str) -> list[str]:
-        """Those for "bf16" or "fp8"."""
+        """Returns the kernels for "bf16" or "fp8"."""
         return [name for name in self._indices if name.startswith(dtype)]
 
     def run(self, args: GemmArgs, kernel: str, setting: Setting) -> None:
-        """Enqueues lhs rhs^T; both operands as they are in memory have k last.
+        """Enqueues lhs rhs^T; both operands are K-major.
 
         Raises:
-            RuntimeError: the kernel does not take the product.
+            RuntimeError: the kernel does not support the product.
         """
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")

@@ -1,29 +1,29 @@
-"""The fused kernels with the communication taken out: what their frame costs, and what waits and links cost beside it.
+"""Measures the fused kernels without communication: the cost of their structure, and thus of waits and links.
 
     python benchmarks/fused_alone.py --tp 4 --library <build>/benchmarks/cpp/libtorch_overlap_fused_alone.so
 
     python benchmarks/fused_alone.py --check --library ...
 
-One GPU, one process, no rank but this one: the library is made by the target torch_overlap_benchmarks. The kernels and
-what launches them are those of `algorithm="fused"`, in a channel whose flags have all come and whose memory, that of
-the other ranks too, is on this device. Shapes are those of one of `tp` ranks of the operators' benchmark.
+One GPU, one process, no other rank: the library is made by the target torch_overlap_benchmarks. The kernels and
+their launches are those of `algorithm="fused"`, in a channel whose flags are all set and whose memory, including that
+of the other ranks, is on this device. Shapes are those of one of `tp` ranks of the operators' benchmark.
 
-    gather                  all-gather and product: the rows of all chunks are there
+    gather                  all-gather and product: the rows of all chunks have arrived
     gather, one chunk       the same kernel with all rows as its own
     scatter                 product and reduce-scatter: tiles are stored to local memory, paced as for a link, and those
-                            of the other ranks, which are there, are added
-    scatter, no sums        tiles of all rows are stored so, and none is added
+                            of the other ranks, which have arrived, are added
+    scatter, no sums        tiles of all rows are stored in the same way, and none is added
     scatter, one rank       neither: the product by the same kernel
-    sums, one rank          the kernel behind products of pieces that copy engines send: the product of one rank's rows,
-                            a `tp`-th of all, and those of the other ranks, which are there, are added
+    sums, one rank          the kernel after products of pieces that copy engines send: the product of one rank's rows,
+                            a `tp`-th of all, and those of the other ranks, which have arrived, are added
 
-Beside them cuBLASLt with `set_gemm_tuning("measured")`, the baseline, and our plain product by each of its tiles.
-Results are compared with torch's before anything is timed. Each variant is captured in a CUDA graph of several calls on
-operands that rotate beyond the L2 cache; variants take turns within every round, and a ratio is the median over rounds
-of the ratio within one: `ratio_gemm` to cuBLASLt, `ratio_own` to the quickest tile of our plain product.
+The comparison is with cuBLASLt with `set_gemm_tuning("measured")`, the baseline, and our plain product by each of its
+tiles. Results are checked against torch's before anything is timed. Each variant is captured in a CUDA graph of several
+calls on operands that rotate beyond the L2 cache; variants take turns within every round, and a ratio is the median
+over rounds of the ratio within one: `ratio_gemm` to cuBLASLt, `ratio_own` to the fastest tile of our plain product.
 
---check measures nothing: "sums, one rank" of 2 to 7 ranks, of odd sizes, few and many stages of k, one scale or one for
-each row, is compared with fp64, every element. Two GPUs show what is added of one other rank alone.
+--check measures nothing: it compares every element of "sums, one rank" of 2 to 7 ranks, for odd sizes, few and many
+stages of k, and one scale or one per row, with fp64. Two GPUs test the sum of one other rank only.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ import torch
 from own_gemm import BASELINE, OWN, check, products_of, sampler_of, shapes_of
 
 from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
+from torch_overlap._timing import Samples, interleave, ratio_of, spread_of
 from torch_overlap.bench.result import result, write
-from torch_overlap.bench.timing import Samples, interleave, ratio_of, spread_of
 from torch_overlap.gemm import GemmArgs, gemm, set_gemm_tuning
 
-MOST_RANKS = 8  # of a fused kernel
-OUT_BYTES = 2  # of an element
-PIECES = 2  # in which the rows of the other ranks have come
+MAX_RANKS = 8  # maximum of a fused kernel
+OUT_BYTES = 2  # bytes of an output element
+PIECES = 2  # number of pieces in which the rows of the other ranks have arrived
 
 
 @dataclass(frozen=True)
 class Variant:
     run: Callable[[GemmArgs], object]
-    # Raises RuntimeError where run() gives another result than the product, in fp32.
+    # Raises RuntimeError if the result of run() differs from the product in fp32.
     check: Callable[[GemmArgs, torch.Tensor], None]
 
 
@@ -66,7 +66,7 @@ def scales(product: GemmArgs) -> tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def product_of(product: GemmArgs) -> torch.Tensor:
-    """By torch, in fp32."""
+    """Computes the product by torch, in fp32."""
     x, w = (data.float() for data in operands(product))
     factors = [scale for scale in scales(product) if scale is not None]
     whole = x @ w.t()
@@ -76,12 +76,13 @@ def product_of(product: GemmArgs) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, share: float) -> None:
-    """`share`: of the spread of what is expected, how much sums that are made in another order may differ."""
+    """Raises RuntimeError if the results differ. `share`: tolerance for another order of sums, relative to the standard
+    deviation of `expected`."""
     if not torch.allclose(got.float(), expected, rtol=2.0**-6, atol=share * float(expected.std())):
         raise RuntimeError("expected torch's result, got another one")
 
 
-def share_of(product: GemmArgs) -> float:
+def tolerance_of(product: GemmArgs) -> float:
     return 2.0**-4 if product.lhs.data.element_size() == 1 else 2.0**-7
 
 
@@ -90,7 +91,7 @@ def gather(ranks: Any, product: GemmArgs) -> None:
 
 
 class Scatter:
-    """`sums`: this rank has the first chunk; else it is one rank more, which has none."""
+    """`sums`: this rank has the first chunk; otherwise it is an additional rank, which has none."""
 
     def __init__(self, library: Any, shape: tuple[int, int, int], tp: int, sums: bool) -> None:
         m, n, _ = shape
@@ -113,17 +114,17 @@ class Scatter:
             part.fill_(float("nan"))
         self.check_own(self.run, product, expected)
         for rank, part in zip(others, sent, strict=True):
-            close(part, chunks[rank], share_of(product))
+            close(part, chunks[rank], tolerance_of(product))
 
     def check_own(self, run: Callable[[GemmArgs], object], product: GemmArgs, expected: torch.Tensor) -> None:
-        came = [self.ranks.tiles(self.rank, rank, self.like) for rank in range(self.size) if rank != self.rank]
-        for part in came:
+        received = [self.ranks.tiles(self.rank, rank, self.like) for rank in range(self.size) if rank != self.rank]
+        for part in received:
             part.copy_(torch.randn(part.shape, device="cuda") * float(expected.std()))
         self.out.fill_(float("nan"))
         run(product)
         if len(self.out) > 0:
             own = expected.split(self.rows)[self.rank]
-            close(self.out, sum((part.float() for part in came), own), share_of(product))
+            close(self.out, sum((part.float() for part in received), own), tolerance_of(product))
 
 
 def one_rank(ranks: Any, product: GemmArgs) -> None:
@@ -131,7 +132,7 @@ def one_rank(ranks: Any, product: GemmArgs) -> None:
 
 
 def fused_variants(library: Any, name: str, shape: tuple[int, int, int], tp: int) -> dict[str, Variant]:
-    """Of a shape of `shapes_of`, by its name."""
+    """Returns the variants of a shape of `shapes_of`, by its name."""
 
     def whole(run: Callable[[GemmArgs], object]) -> Variant:
         return Variant(run, partial(check, run))
@@ -152,7 +153,7 @@ def fused_variants(library: Any, name: str, shape: tuple[int, int, int], tp: int
 
 
 def measure(library: Any, name: str, products: Sequence[GemmArgs], tp: int, rounds: int) -> Samples:
-    """Microseconds of a call, by variant; RuntimeError where one has another result than torch."""
+    """Returns microseconds of a call, by variant. Raises RuntimeError if a variant's result differs from torch's."""
     product = products[0]
     m, n = product.out.shape
     variants = fused_variants(library, name, (m, n, product.lhs.data.shape[1]), tp)
@@ -168,7 +169,8 @@ def measure(library: Any, name: str, products: Sequence[GemmArgs], tp: int, roun
 
 
 def check_sums(library: Any, size: int, shape: tuple[int, int, int], kind: str, dtype: torch.dtype) -> None:
-    """Of `shape`, the rows of each rank, n, k. `kind`: "16 bits", or what scales 8-bit operands: "tensor", "rows"."""
+    """Checks the sums of `shape`: the rows of each rank, n, k. `kind`: "16 bits", or the scales of 8-bit operands:
+    "tensor", "rows"."""
     rows, n, k = shape
     x, w = (torch.randn(count, k, device="cuda") * 0.5 for count in (size * rows, n))
     x, w = (data.to(dtype if kind == "16 bits" else torch.float8_e4m3fn) for data in (x, w))
@@ -184,13 +186,13 @@ def check_sums(library: Any, size: int, shape: tuple[int, int, int], kind: str, 
     like = torch.empty(rows, n, dtype=dtype, device="meta")
     total = own.clone()
     for rank in range(1, size):
-        came = scatter.ranks.tiles(0, rank, like)
-        total += came.copy_(torch.randn(rows, n, device="cuda") * float(own.std())).double()
+        received = scatter.ranks.tiles(0, rank, like)
+        total += received.copy_(torch.randn(rows, n, device="cuda") * float(own.std())).double()
     scatter.ranks.scatter(x, w, out, rows, PIECES, *scales)
     info = torch.finfo(dtype)
-    # One rounding, of subnormal results too, and sums in fp32 and in another order.
+    # One rounding, also of subnormal results, plus sums in fp32 in another order.
     bound = info.eps / 2 * (total.abs() * 1.01 + info.smallest_normal) + 2.0**-20 * own.std()
-    # Of 8-bit operands the tensor cores keep some 14 bits of what they add to.
+    # For 8-bit operands the tensor cores keep about 14 bits of the accumulator.
     bound += (2.0**-11 if kind == "16 bits" else 2.0**-5) * spread
     wrong = int((~((out.double() - total).abs() <= bound)).sum())
     if wrong:
@@ -206,7 +208,7 @@ def check_all(library: Any) -> None:
     print(f"seed {seed}", flush=True)
     torch.manual_seed(seed)
     choose, cases = random.Random(seed), 0
-    for size in range(2, MOST_RANKS):
+    for size in range(2, MAX_RANKS):
         for kind in ("16 bits", "tensor", "rows"):
             for dtype in (torch.bfloat16, torch.float16):
                 small = [
@@ -220,7 +222,8 @@ def check_all(library: Any) -> None:
 
 
 def rows_of(name: str, shape: tuple[int, int, int], dtype: str, tp: int, samples: Samples) -> list[dict[str, Any]]:
-    """A row for each variant: of one rank's product, its time beside the library's and our quickest tile."""
+    """Returns a row for each variant of one rank's product, with its time relative to the library's and our fastest
+    tile."""
     medians = {kind: spread_of(values).median for kind, values in samples.items()}
     own = min((kind for kind in samples if kind.startswith(OWN)), key=medians.__getitem__)
     rows = []
@@ -254,8 +257,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--check", action="store_true", help="compares sums with fp64, and measures nothing")
     args = parser.parse_args(arguments)
-    if not 2 <= args.tp < MOST_RANKS:  # one more takes part where nothing is added
-        parser.error(f"expected --tp from 2 to {MOST_RANKS - 1}, got {args.tp}")
+    if not 2 <= args.tp < MAX_RANKS:  # one more rank participates if nothing is added
+        parser.error(f"expected --tp from 2 to {MAX_RANKS - 1}, got {args.tp}")
     if args.rounds < 1:
         parser.error(f"expected --rounds of 1 or more, got {args.rounds}")
     unknown = sorted(set(args.only or []) - set(shapes_of(args.tp)))

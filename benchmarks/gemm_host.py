@@ -1,15 +1,15 @@
-"""Host time of one product with a plan, beside torch's own products on the same operands.
+"""Measures the host time of one product with a plan, compared with torch's own products on the same operands.
 
     python benchmarks/gemm_host.py --out results
     python benchmarks/gemm_host.py --out results --loops <build>/benchmarks/cpp/libtorch_overlap_loops.so
 
-A sample is the time that the host spends in 100 calls in a row, divided by 100; then it synchronizes.
+A sample is the host time of 100 consecutive calls, divided by 100, followed by a synchronization.
 All variants take turns within every round. The products are so small that the device keeps up.
 `prepared` calls gemm() again with one GemmArgs; `built` makes GemmArgs and operands for each call.
-No plan is made and nothing asked of cuBLASLt in what is timed, which the program checks.
-`own` runs a kernel of ours for Hopper, and looks for it among all that there are each time. With --loops: a tensor map,
-of which such a kernel takes three or four, and a fused operator two or three and one for each rank; for one matrix
-again and again, and for 65536 in turns.
+The timed part makes no plan and no query of cuBLASLt, which the program checks.
+`own` runs one of our Hopper kernels, including its selection from all kernels on each call. With --loops it measures a
+tensor map, of which such a kernel needs three or four, and a fused operator two or three plus one per rank; for one
+matrix repeatedly, and for 65536 in rotation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
+from torch_overlap._timing import host_sampler, interleave, ratio_of, spread_of
 from torch_overlap.bench.result import write_result
-from torch_overlap.bench.timing import host_sampler, interleave, ratio_of, spread_of
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, gemm_statistics, set_gemm_tuning
 
 CALLS = 100
@@ -80,7 +80,7 @@ def scaled(x: torch.Tensor, w: torch.Tensor) -> dict[str, Variants]:
 
 
 def tensor_maps(library: Path, x: torch.Tensor) -> dict[str, Callable[[], float]]:
-    """Samplers of one map, found again and encoded."""
+    """Returns samplers of one tensor map, found in the cache and encoded."""
     loop = ctypes.CDLL(str(library)).tensor_map_loop
     loop.restype = ctypes.c_double
     loop.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
@@ -108,7 +108,7 @@ def main() -> None:
     samplers = {}
     for problem, variants in problems.items():
         for call in variants.values():
-            call()  # plans, handles and kernels are there
+            call()  # makes plans, handles and kernels
         samplers[problem] = {name: host_sampler(call, CALLS) for name, call in variants.items()}
     if args.loops:
         samplers["tensor map"] = tensor_maps(args.loops.resolve(), x)

@@ -1,8 +1,8 @@
-"""What the hint graph_timeouts costs: all_reduces in a graph, with it and without.
+"""Measures the cost of the hint graph_timeouts: all_reduces in a graph, with and without it.
 
     torchrun --nproc_per_node 2 benchmarks/graph_timeouts.py --out results
 
-A sample is the time of one replay of a graph of 20 all_reduces in a row, divided by 20, maximum over ranks.
+A sample is the time of one replay of a graph of 20 consecutive all_reduces, divided by 20, maximum over ranks.
 A third communicator, without the hint, shows how much two communicators differ by themselves.
 """
 
@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 import torch_overlap as to
+from torch_overlap._timing import Stopwatch, in_graph, interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.bench.result import write_result
-from torch_overlap.bench.timing import Stopwatch, in_graph, interleave, ratio_of, slowest_rank, spread_of
 
 CALLS = 20
 
 
 def replay_time(comm: to.TorchComm, x: torch.Tensor, async_op: bool) -> Callable[[], float]:
-    """Microseconds of one all_reduce in a replayed graph."""
+    """Returns a sampler of the microseconds of one all_reduce in a replayed graph."""
     replay = in_graph(lambda: comm.all_reduce(x, to.ReduceOp.MAX, async_op=async_op).wait(), CALLS)
     return Stopwatch(comm.get_device(), meet=replay).sampler(replay, CALLS)
 

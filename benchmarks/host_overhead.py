@@ -1,14 +1,14 @@
-"""Host time of an eager all_reduce of 1 KiB: C++ and Python beside raw NCCL, torch.distributed and torch's two-shot.
+"""Measures the host time of an eager all_reduce of 1 KiB: C++, Python, raw NCCL, torch.distributed, torch's two-shot.
 
     torchrun --nproc_per_node 2 benchmarks/host_overhead.py --out results
 
-A sample is the time that the host spends in 100 calls in a row, divided by 100; then it
-synchronizes. All variants take turns within every round. The C++ variants are the two loops of
+A sample is the host time of 100 consecutive calls, divided by 100, followed by a
+synchronization. All variants take turns within every round. The C++ variants are the two loops of
 benchmarks/cpp/loops.cpp, called through ctypes once a sample: `raw` is ncclAllReduce on the
 communicator's own ncclComm_t and a stream of its own; `cpp` is TorchComm::all_reduce. `python` and
-`torch.distributed` are asynchronous. On the current stream: `on the stream` by our own kernels, `on the
-stream, NCCL` by the hint; `torch two-shot` of torch.ops.symm_mem, from memory that ranks share already;
-and, for scale, `one kernel`: a relu_ of torch.
+`torch.distributed` are asynchronous. On the current stream: `on the stream` uses our own kernels, `on the
+stream, NCCL` the hint for NCCL; `torch two-shot` is that of torch.ops.symm_mem, from existing symmetric memory;
+and, for scale, `one kernel` is a relu_ of torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 
 import torch_overlap as to
+from torch_overlap._timing import host_sampler, interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.bench.libraries import torch_symmetric
 from torch_overlap.bench.result import write_result
-from torch_overlap.bench.timing import host_sampler, interleave, ratio_of, slowest_rank, spread_of
 
 CALLS = 100
 
 
 def cpp_loops(library: Path, comm: to.TorchComm, tensor: torch.Tensor) -> dict[str, Callable[[], float]]:
-    """The loops of benchmarks/cpp/loops.cpp; each returns seconds of host time for the whole loop."""
+    """Returns the loops of benchmarks/cpp/loops.cpp; each returns seconds of host time for the whole loop."""
     loops = ctypes.CDLL(str(library))
     loops.raw_all_reduce_loop.restype = ctypes.c_double
     loops.raw_all_reduce_loop.argtypes = [
@@ -74,7 +74,7 @@ def main() -> None:
     tensor = torch.zeros(256, device=comm.get_device())
     symmetric = torch_symmetric(comm.get_device(), tensor.nbytes)
     shared = symmetric.arena.empty(tensor.shape, tensor.dtype).zero_()
-    op, off = to.ReduceOp.SUM, {"direct_collectives": "off"}
+    op, off = to.ReduceOp.SUM, {"custom_collectives": "off"}
     variants: dict[str, Callable[[], float]] = {
         "python": host_sampler(lambda: comm.all_reduce(tensor, op, async_op=True), CALLS),
         "torch.distributed": host_sampler(lambda: dist.all_reduce(tensor, async_op=True), CALLS),

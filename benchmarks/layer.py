@@ -1,14 +1,14 @@
-"""One transformer layer, forward and backward: ours, NCCL's collectives, torch's async TP, and what was predicted.
+"""Measures one transformer layer, forward and backward: ours, NCCL's collectives, torch's async TP, and the prediction.
 
     torchrun --nproc_per_node 4 benchmarks/layer.py --models llama3-8b,llama3-70b --out benchmarks/results
 
-A ParallelTransformerBlock with sequence parallelism in bf16, its gradients of norms summed at the end. ours: by
-algorithms of the operators; nccl: one after the other, with no kernel of ours in the collectives; torch fused: the same
-as nccl with the products of torch's async tensor parallelism, "joined" with one weight for what shares a gather
+A ParallelTransformerBlock with sequence parallelism in bf16, with its gradients of norms summed at the end. ours: by
+algorithms of the operators; nccl: sequential, with no kernel of ours in the collectives; torch fused: the same as nccl
+with the products of torch's async tensor parallelism, "joined" with one weight for all products of a gather
 (torch_overlap/bench/async_tp.py). All of them take turns in a round, in CUDA graphs; a sample is that of the slowest
-rank. "predicted": the planner's, with the cost model of H200s. Every way's result and gradients are compared with those
-of nccl before anything is timed; of others, what fails is listed with the reason. Without a GPU it shows on gloo that
-it runs, with --tiny.
+rank. "predicted": the planner's, with the cost model of H200s. The result and gradients of every variant are compared
+with those of nccl before anything is timed; failures of other libraries are listed with the reason. Without a GPU it
+only checks, on gloo with --tiny, that it runs.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_overlap as to
+from torch_overlap._timing import Samples, in_graph, interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.bench import result
 from torch_overlap.bench.async_tp import Products, use_async_tp
 from torch_overlap.bench.ranks import ENVIRONMENT, Ranks
-from torch_overlap.bench.timing import Samples, in_graph, interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.mesh import Mesh
 from torch_overlap.mesh.models import PRESETS, Transformer
 from torch_overlap.mesh.transformer import predict_layer
 
 LEAD_CYCLES = 1_000_000
-ALGORITHMS = "auto,ring,sequential"
-TORCH_FUSED = {"torch fused": False, "torch fused joined": True}  # name -> whether weights of one gather are joined
+ALGORITHMS = "auto,p2p,sequential"
+TORCH_FUSED = {"torch fused": False, "torch fused joined": True}  # name -> True if the weights of one gather are joined
 
 
 class Layer:
-    """A block, its input and the gradient of its output: the same numbers for every way, by a seed."""
+    """A block, its input and the gradient of its output: the same numbers for every variant, by a seed."""
 
     def __init__(self, model: Transformer, comm: to.TorchComm, algorithm: str, batch: int, dtype: torch.dtype) -> None:
         device, size = comm.get_device(), comm.get_size()
@@ -67,22 +67,23 @@ class Layer:
         return [y.detach().clone(), *(g.clone() for g in grads if g is not None)]
 
 
-def check(name: str, got: list[Tensor], wanted: list[Tensor]) -> None:
-    """16-bit sums in other orders differ by some roundings of the largest. A joined weight is its parts in a row.
+def check(name: str, got: list[Tensor], reference: list[Tensor]) -> None:
+    """Compares results. 16-bit sums in another order differ by some roundings of the largest value. A joined weight
+    consists of its parts in order.
 
     Raises:
         ValueError: they differ by more.
     """
-    parts = torch.cat([t.flatten() for t in got]).split([t.numel() for t in wanted])
-    for a, b in zip(parts, wanted, strict=True):
+    parts = torch.cat([t.flatten() for t in got]).split([t.numel() for t in reference])
+    for a, b in zip(parts, reference, strict=True):
         bound = 0.05 * b.float().abs().max()
         worst = (a.float() - b.float().flatten()).abs().max()
         if not worst <= bound:
             raise ValueError(f"layer: expected {name} within {bound:.3g} of nccl's, got {worst:.3g}")
 
 
-class Ways:
-    """The same layer in several ways, all of them checked, and those of others that fail left out."""
+class LayerVariants:
+    """The same layer in several variants, all of them checked, without those of other libraries that fail."""
 
     def __init__(self, model: Transformer, ranks: Ranks, nccl: to.TorchComm, args: argparse.Namespace) -> None:
         self.ranks = ranks
@@ -91,27 +92,27 @@ class Ways:
         make = partial(Layer, model, batch=args.batch, dtype=dtype)
         self.layers = {"nccl": make(nccl, "sequential")}
         self.missing: dict[str, str] = {}
-        wanted = self.layers["nccl"].results()
+        reference = self.layers["nccl"].results()
         for name in args.algorithms.split(","):
             self.layers[name] = make(ranks.comm, name)
-            check(name, self.layers[name].results(), wanted)
+            check(name, self.layers[name].results(), reference)
         for name, joined in TORCH_FUSED.items():
 
             def add(name: str = name, joined: bool = joined) -> None:
                 layer = make(nccl, "sequential")
                 use_async_tp(layer.block, Products.fused(dist.group.WORLD, ranks.device), joined)
-                check(name, layer.results(), wanted)
+                check(name, layer.results(), reference)
                 self.layers[name] = layer
 
-            self.attempt(name, add)
+            self.try_on_all_ranks(name, add)
 
-    def attempt(self, name: str, action: Callable[[], object]) -> None:
-        if reason := self.ranks.attempt(action):
+    def try_on_all_ranks(self, name: str, action: Callable[[], object]) -> None:
+        if reason := self.ranks.try_on_all_ranks(action):
             self.missing[name] = reason
             self.layers.pop(name, None)
 
     def calls(self) -> dict[str, Callable[[], object]]:
-        """What is timed: on a GPU replays of graphs. All layers have run by then, and have their memory."""
+        """Returns the calls to time: on a GPU, replays of graphs. All layers have run before, and have their memory."""
         calls: dict[str, Callable[[], object]] = {}
         for name, layer in list(self.layers.items()):
 
@@ -119,19 +120,19 @@ class Ways:
                 calls[name] = in_graph(layer.step) if self.is_cuda else layer.step
 
             if name in TORCH_FUSED:
-                self.attempt(name, capture)
+                self.try_on_all_ranks(name, capture)
             else:
                 capture()
         return {name: calls[name] for name in self.layers}
 
 
-def measure(ways: Ways, rounds: int) -> Samples:
+def measure(ways: LayerVariants, rounds: int) -> Samples:
     watch = dataclasses.replace(ways.ranks.captured, lead_cycles=LEAD_CYCLES)
     samplers = {name: watch.sampler(call) for name, call in ways.calls().items()}
     return slowest_rank(interleave(samplers, rounds), ways.ranks.comm)
 
 
-def rows_of(model: Transformer, ways: Ways, samples: Samples, batch: int) -> list[dict[str, Any]]:
+def rows_of(model: Transformer, ways: LayerVariants, samples: Samples, batch: int) -> list[dict[str, Any]]:
     size = ways.ranks.size
     peers = [name for name in ("nccl", *TORCH_FUSED) if name in samples]
     common = {
@@ -149,7 +150,7 @@ def rows_of(model: Transformer, ways: Ways, samples: Samples, batch: int) -> lis
 
 
 def report(model: Transformer, batch: int, rows: list[dict[str, Any]], missing: dict[str, str]) -> str:
-    """Beside them what the planner says; that is no result, and not in the file."""
+    """Returns the text of the rows, with the planner's prediction, which is not a result and not in the file."""
     lines = []
     for row in rows:
         mesh, overlap = Mesh({"tp": row["tp"]}), row["algorithm"] != "sequential"
@@ -171,18 +172,18 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, which measures nothing")
     args = parser.parse_args()
     ranks = Ranks.start("cuda" if torch.cuda.is_available() else "cpu")
-    nccl = to.new_comm(ranks.comm.get_backend(), ranks.device, "layer_nccl", hints={"direct_collectives": "off"})
+    nccl = to.new_comm(ranks.comm.get_backend(), ranks.device, "layer_nccl", hints={"custom_collectives": "off"})
     rows, missing = [], {}
     for name in args.models.split(","):
         model = PRESETS[name]
         if args.tiny:
             model = dataclasses.replace(model, hidden=64, heads=8, kv_heads=4, ffn=96, sequence=32)
-        ways = Ways(model, ranks, nccl, args)
+        ways = LayerVariants(model, ranks, nccl, args)
         of_model = rows_of(model, ways, measure(ways, args.rounds), args.batch)
         ranks.say(report(model, args.batch, of_model, ways.missing))
         rows += of_model
         missing[name] = ways.missing
-        del ways  # and its memory, before the next model's
+        del ways  # also frees its memory, before the next model's
     if args.out is not None and ranks.rank == 0:
         environment = {name: os.environ.get(name, "") for name in ENVIRONMENT}
         found = result.result("layer", rows, environment=environment, missing=missing)

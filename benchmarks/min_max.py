@@ -1,4 +1,4 @@
-"""MIN and MAX of floats over NCCL, which are composed so that a NaN propagates, beside NCCL's own and beside a SUM.
+"""Compares MIN and MAX of floats over NCCL, composed so that a NaN propagates, with NCCL's own and with SUM.
 
 torchrun --nproc_per_node 4 benchmarks/min_max.py --json min_max.json
 

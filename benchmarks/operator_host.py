@@ -1,16 +1,16 @@
-"""Host time of the operators: what an eager call takes beyond its kernels, by algorithm.
+"""Measures the host time of the operators: the time of an eager call beyond its kernels, by algorithm.
 
     torchrun --nproc_per_node 2 benchmarks/operator_host.py --out results
 
-Small shapes, whose kernels take less time than the host needs to start them. `host_us` is the time that the host
-spends in one of 50 calls in a row; `us` is what a call of such a row takes on the device and the host together, and
-`graph_us` the same calls in a CUDA graph, which the host starts once: `us` - `graph_us` is what the host costs. All
-take turns within every round; medians of the slowest rank.
+Small shapes, whose kernels take less time than the host needs to launch them. `host_us` is the host time of one of 50
+consecutive calls; `us` is the time of such a call on the device and the host together, and `graph_us` that of the same
+calls in a CUDA graph, which the host launches once: `us` - `graph_us` is the cost of the host. All take turns within
+every round; medians of the slowest rank.
 
-Rows whose operator is "part" are the host's time for what a "matmul_all_reduce sequential" is made of: its Python
-wrapper's arguments, dispatch and checks (of tensors without memory), the result, the product, the sum; and for one
-launch, one event and one view by themselves, of which "ring" needs several a chunk. What "auto" takes longer than the
-algorithm that it takes is the choice.
+Rows whose operator is "part" are the host time of the parts of a "matmul_all_reduce sequential": its Python wrapper's
+arguments, dispatch and checks (of tensors without memory), the result, the product, the sum; and of one launch, one
+event and one view by themselves, of which "p2p" needs several per chunk. The time of "auto" beyond that of the selected
+algorithm is the cost of the selection.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import torch
 
 import torch_overlap as to
 from torch_overlap import gemm as products
+from torch_overlap._timing import Stopwatch, host_sampler, in_graph, interleave, slowest_rank, spread_of
 from torch_overlap.bench.result import write_result
-from torch_overlap.bench.timing import Stopwatch, host_sampler, in_graph, interleave, slowest_rank, spread_of
 from torch_overlap.ops._arguments import group
 from torch_overlap.quantize import ScalingMode
 
 CALLS = 50
-ROWS, FEATURES = 64, 1024  # of a rank
+ROWS, FEATURES = 64, 1024  # per rank
 
 
 def operators(comm: to.TorchComm) -> dict[str, Callable[[], object]]:
-    """Each operator by each algorithm that it has here."""
+    """Returns each operator with each algorithm that can run here."""
     size = comm.get_size()
 
     def random(*shape: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def operators(comm: to.TorchComm) -> dict[str, Callable[[], object]]:
     }
     found: dict[str, Callable[[], object]] = {}
     for name, (call, arguments, options) in calls.items():
-        for algorithm in ("auto", "sequential", "ring", "fused", "direct"):
+        for algorithm in ("auto", "sequential", "p2p", "fused", "low_latency"):
             try:
                 taken = to.explain(name, *arguments, algorithm=algorithm, **options).algorithm
             except (to.UnsupportedError, to.InvalidValueError):
@@ -71,7 +71,7 @@ def operators(comm: to.TorchComm) -> dict[str, Callable[[], object]]:
 
 
 def parts(comm: to.TorchComm) -> dict[str, Callable[[], object]]:
-    """What an operator is made of, each by itself."""
+    """Returns the parts of an operator, each by itself."""
     size = comm.get_size()
     x = torch.randn(ROWS * size, FEATURES, device="cuda").bfloat16()
     weight = torch.randn(FEATURES, FEATURES, device="cuda").bfloat16()
@@ -107,7 +107,7 @@ def main() -> None:
         try:
             for _ in range(3):
                 call()
-        except to.UnsupportedError as error:  # on all ranks alike: explain() sends nothing to find out
+        except to.UnsupportedError as error:  # on all ranks alike: explain() decides without communication
             if comm.get_rank() == 0:
                 print(f"{name}: left out, {error}")
             continue

@@ -1,9 +1,9 @@
-"""Products with their communication, by operators and by overlap classes, beside torch's fused operators and NCCL.
+"""Compares products with communication, by operators and by overlap classes, with torch's fused operators and NCCL.
 
-    python benchmarks/overlap.py [--tp 4] [--json result.json] [--algorithm auto,ring] ...
+    python benchmarks/overlap.py [--tp 4] [--json result.json] [--algorithm auto,p2p] ...
 
 Runs `python -m torch_overlap bench` with its options, then compares the result with goals_overlap.json: the exit status
-is 1 where something falls short. On a CPU it checks that all of it runs, and compares nothing.
+is 1 if a goal is missed. On a CPU it checks that all of it runs, and compares nothing.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Our own products for Hopper beside cuBLASLt's best, and CUTLASS's, on the twelve shapes of the operators' benchmark.
+"""Compares our own products for Hopper with cuBLASLt's best, and CUTLASS's, on the shapes of the operators' benchmark.
 
     python benchmarks/own_gemm.py --tp 4 --dtype bf16 --out results
     python benchmarks/own_gemm.py --tp 4 --dtype bf16 --cutlass cutlass_gemm.so --out results
 
-One GPU; the shapes are those of one of `tp` ranks, weights [n, k] or with --weights kn (16 bits) [k, n], with
---lhs km too the other operand [k, m], as in the gradient of a weight; results bfloat16; fp8: e4m3 with one factor for
-each operand; --residual: a matrix like the result is added. Each variant is captured in a CUDA graph of several calls
-on operands that rotate; variants take turns within every round, and a ratio is the median over rounds of the ratio
-within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the quickest of its heuristics.
---cutlass adds the kernels of a library made from benchmarks/cpp/cutlass (docs/results.md says how). Each must give
-cuBLASLt's result in every order in which it can go through the tiles, and takes its turns in the quickest.
-At the end: the geometric mean and the worst over all shapes of the quickest of our kernels, and of CUTLASS's.
+One GPU. The shapes are those of one of `tp` ranks; weights are [n, k] or, with --weights kn (16 bits), [k, n]; with
+--lhs km the other operand is transposed too, as in the gradient of a weight; results are bfloat16; fp8 is e4m3 with one
+scale for each operand; --residual adds a matrix like the result. Each variant is captured in a CUDA graph of several
+calls on operands that rotate; variants take turns within every round, and a ratio is the median over rounds of the
+ratio within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the fastest of its heuristics.
+--cutlass adds the kernels of a library made from benchmarks/cpp/cutlass (docs/results.md describes the build). Each
+must give cuBLASLt's result in every order in which it can visit the tiles, and is timed in the fastest.
+At the end: the geometric mean and the worst over all shapes of the fastest of our kernels, and of CUTLASS's.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ import torch
 from cutlass_kernels import SETTINGS, CutlassKernels, Setting
 
 from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
+from torch_overlap._timing import Samples, Stopwatch, in_graph, interleave, ratio_of, spread_of
 from torch_overlap.bench.cases import GATHERS, SCATTERS, Case
 from torch_overlap.bench.ranks import LEAD_CYCLES
 from torch_overlap.bench.result import result, write
-from torch_overlap.bench.timing import Samples, Stopwatch, in_graph, interleave, ratio_of, spread_of
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, set_gemm_tuning
 
 BASELINE = "cublaslt"
 CUTLASS = "cutlass:"
 OWN = "own "
-CALLS = 6  # of a sample, at least
+CALLS = 6  # minimum calls per sample
 TRIALS = 3
 
 Call = Callable[[GemmArgs], object]
 
 
 def shapes_of(tp: int) -> dict[str, tuple[int, int, int]]:
-    """The products of one rank: columns of the weights are shared out, or what is summed."""
+    """Returns the products of one rank: the columns of the weights, or the summed dimension, are split over the
+    ranks."""
     gather = {f"{name} ag": (m, n // tp, k) for name, (m, n, k) in GATHERS.items()}
     return gather | {f"{name} rs": (m, n, k // tp) for name, (m, n, k) in SCATTERS.items()}
 
 
 def products_of(shape: tuple[int, int, int], dtype: str, lhs: str, weights: str, adds: bool) -> list[GemmArgs]:
-    """As many as do not fit into the L2 cache together, and two at least."""
+    """Returns enough products to exceed the L2 cache together, and at least two."""
     m, n, k = shape
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
 
@@ -79,17 +80,17 @@ def sampler_of(call: Call, products: list[GemmArgs]) -> Callable[[], float]:
         for product in products:
             call(product)
 
-    all_sets()  # plans are made and kernels loaded
+    all_sets()  # makes plans and loads kernels
     turns = -(-CALLS // len(products))
     watch = Stopwatch(torch.device("cuda"), meet=lambda: None, lead_cycles=LEAD_CYCLES)
     return watch.sampler(in_graph(all_sets, turns), calls=turns * len(products))
 
 
 def check(call: Call, product: GemmArgs, expected: torch.Tensor) -> None:
-    """Raises RuntimeError where the result is another one than `expected`.
+    """Raises RuntimeError if the result differs from `expected`.
 
-    Both are rounded to bfloat16, and their sums are made in another order: of 8-bit operands the tensor cores keep some
-    14 bits of them.
+    Both are rounded to bfloat16, and their sums have another order: for 8-bit operands the tensor cores keep about 14
+    bits of the accumulator.
     """
     product.out.fill_(float("nan"))
     call(product)
@@ -107,7 +108,7 @@ def best_setting(kernels: CutlassKernels, kernel: str, products: list[GemmArgs],
 
 
 def cutlass_settings(kernels: CutlassKernels, products: list[GemmArgs], dtype: str) -> dict[str, Setting]:
-    """The quickest setting of each kernel that computes what cuBLASLt does; says which do not."""
+    """Returns the fastest setting of each kernel that gives cuBLASLt's result; prints the kernels that do not."""
     gemm(products[0])
     expected = products[0].out.float()
     settings = {}
@@ -120,7 +121,7 @@ def cutlass_settings(kernels: CutlassKernels, products: list[GemmArgs], dtype: s
 
 
 def measure(products: list[GemmArgs], rounds: int, others: dict[str, Call]) -> Samples:
-    """Microseconds of a call, by variant."""
+    """Returns microseconds of a call, by variant."""
     variants: dict[str, Call] = {BASELINE: gemm}
     variants |= {kernel: partial(run_own_gemm_kernel, kernel=kernel) for kernel in own_gemm_kernels(products[0])}
     variants |= others
@@ -128,14 +129,14 @@ def measure(products: list[GemmArgs], rounds: int, others: dict[str, Call]) -> S
 
 
 def quickest(ratios: dict[str, float]) -> dict[str, float]:
-    """The least ratio of ours, of CUTLASS's where there are any, and of both."""
+    """Returns the least ratio of ours, of CUTLASS's if there are any, and of both."""
     ours = [ratio for kernel, ratio in ratios.items() if not kernel.startswith(CUTLASS)]
     theirs = [ratio for kernel, ratio in ratios.items() if kernel.startswith(CUTLASS)]
     return {"ours": min(ours)} | ({"cutlass": min(theirs), "both": min(ours + theirs)} if theirs else {})
 
 
 def summary(best: dict[str, list[float]]) -> str:
-    """Geometric mean and worst, by whose kernels they are."""
+    """Returns the geometric mean and the worst ratio, by owner of the kernels."""
     return "; ".join(
         f"{whose}: geometric mean {statistics.geometric_mean(ratios):.3f}, worst {max(ratios):.3f}"
         for whose, ratios in best.items()

@@ -1,12 +1,12 @@
-"""Quantization to 8-bit floats and back beside torch's operators, eager and compiled, and the memory's rate.
+"""Compares quantization to 8-bit floats and back with torch's operators, eager and compiled, and the memory's rate.
 
     python benchmarks/quantize.py --out benchmarks/results
 
 One GPU. Each variant runs in CUDA graphs on tensors that rotate, together four times the L2 cache, and takes turns
 with the others within every round; ratios are medians over rounds. "torch": the same values by torch's operators,
-"compiled": those by torch.compile. "both": the transposed matrix, quantized along its rows, too. floor: x read once and
-all results written once, at the rate of the quicker of a copy and a kernel over 1 GiB in the same run; less is
-possible, as what is written may stay in the cache.
+"compiled": the same by torch.compile. "both": also the transposed matrix, quantized along its rows. floor: x read once
+and all results written once, at the rate of the faster of a copy and a kernel over 1 GiB in the same run; lower times
+are possible, since written data may stay in the cache.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from torch_overlap import ops
+from torch_overlap._timing import Stopwatch, in_graph, interleave, ratio_of, spread_of
 from torch_overlap.bench.ranks import LEAD_CYCLES
 from torch_overlap.bench.result import result, write
-from torch_overlap.bench.timing import Stopwatch, in_graph, interleave, ratio_of, spread_of
 from torch_overlap.ops.gemm import ScalingMode
 
 SHAPES = [(8192, 4096), (2048, 4096), (128, 8192)]
@@ -52,7 +52,7 @@ def to_8_bits(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def by_torch(x: Tensor, mode: str, columnwise: bool, scale: Tensor) -> Made:
-    """What torch's operators make of it, without the care for zeros and infinities."""
+    """Quantizes by torch's operators, without the handling of zeros and infinities."""
     rows, columns = x.shape
     if mode in ("tensor", "delayed"):
         amax = x.abs().amax().float()
@@ -80,7 +80,7 @@ def by_torch(x: Tensor, mode: str, columnwise: bool, scale: Tensor) -> Made:
 
 def sampler_of(call: Callable[[Tensor], object], inputs: list[Tensor]) -> Callable[[], float]:
     def all_inputs() -> list[object]:
-        return [call(x) for x in inputs]  # all results at once: none is written where another was
+        return [call(x) for x in inputs]  # all results exist at once: none reuses another's memory
 
     all_inputs()
     turns = -(-8 // len(inputs))
@@ -89,7 +89,7 @@ def sampler_of(call: Callable[[Tensor], object], inputs: list[Tensor]) -> Callab
 
 
 def memory_rate() -> float:
-    """Bytes read and written a microsecond by the quicker of a copy and a kernel of torch's."""
+    """Returns bytes read and written per microsecond by the faster of a copy and a torch kernel."""
     a, b = (torch.empty(1 << 29, dtype=torch.int16, device="cuda") for _ in range(2))
     samplers = {"copy": sampler_of(b.copy_, [a]), "kernel": sampler_of(partial(torch.bitwise_not, out=b), [a])}
     samples = interleave(samplers, 8)
@@ -112,7 +112,7 @@ def measure(
     for name, call in variants.items():
         try:
             samplers[name] = sampler_of(call, inputs)
-        except Exception as error:  # of the compiler: it may lack what it compiles with
+        except Exception as error:  # the compiler's dependencies may be missing
             print(f"{mode} {shape} {name} is left out: {str(error).splitlines()[0]}", flush=True)
     samples = interleave(samplers, rounds)
     us, iqr = spread_of(samples["ours"])

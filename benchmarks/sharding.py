@@ -1,15 +1,15 @@
-"""Host time of sharded tensors beside DTensor: warm and cold operators, moves to another layout, a backward pass.
+"""Compares the host time of sharded tensors with DTensor: warm and cold operators, layout changes, a backward pass.
 
     python benchmarks/sharding.py --out results
 
 Both run as one of 8 ranks without peers (the `fake` backend here, torch's fake process group there) on small CPU
-tensors, so what is timed is the host's work. `plain` is the same torch function on the local tensors; ratios are of
-what is on top of it. A sample is the CPU time of the process (other programs do not count) for a number of calls in a
-row, divided by it. All variants take turns within every round; ratios are medians over rounds, with their IQR.
+tensors, so that only the host's work is timed. `plain` is the same torch function on the local tensors; ratios are of
+the time beyond it. A sample is the CPU time of the process (other programs do not count) for a number of consecutive
+calls, divided by it. All variants take turns within every round; ratios are medians over rounds, with their IQR.
 
-Cold: operands of shapes that were not seen before; that of ours is `propagate` alone, the whole recipe (recipe_of),
-and the first call. A move starts from a value that keeps nothing, unless it says so. From S0 to S1 DTensor gathers and
-cuts, as c10d has no all_to_all for CPU groups.
+Cold: operands of new shapes; ours is measured for `propagate` only, the whole recipe (recipe_of), and the first call.
+A move starts from a value without cached copies, unless stated otherwise. From S0 to S1 DTensor gathers and cuts, since
+c10d has no all_to_all for CPU groups.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_overlap as to
+from torch_overlap._timing import Samples, interleave, spread_of
 from torch_overlap.bench.result import result, write
-from torch_overlap.bench.timing import Samples, interleave, spread_of
 from torch_overlap.mesh import MeshComms, OpRule, P, Sharded, connect, from_local, propagate, recipe_of, shard
 from torch_overlap.mesh.dispatch import look_up
 
 RANKS = 8
-ROWS, WIDTH = 16, 64  # of a local tensor
+ROWS, WIDTH = 16, 64  # a local tensor's size
 MESHES = {"1-D": {"tp": 8}, "2-D": {"dp": 2, "tp": 4}, "3-D": {"dp": 2, "cp": 2, "tp": 2}}
 LAYOUTS: dict[str, tuple[Any, Placement]] = {
     "S0": (P("tp"), Shard(0)),
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[Any, Placement]] = {
     "R": (P(), Replicate()),
     "P": ("[],[] P{tp}", Partial()),
 }
-# "ratio": to DTensor's time, over plain where there is one.
+# "ratio": to DTensor's time, both minus plain if there is one.
 GOALS = {"warm": {"ratio": 1.0}, "lookup": {"us": 2.0}, "plan": {"us": 1000.0}, "move": {"ratio": 1 / 3}}
 
 Call = Callable[[], object]
@@ -57,12 +57,12 @@ Work = Callable[[], Sequence[Call]]  # makes the calls of a sample, before the c
 
 @dataclass
 class Case:
-    """The same work in several ways.
+    """The same work in several variants.
 
     Attributes:
-        what: Begins the names of its rows.
-        ours: One row each; what its name ends with.
-        peers: `DTensor`, and `plain` where there is such.
+        what: Prefix of the names of its rows.
+        ours: One row each, by the suffix of its name.
+        peers: `DTensor`, and `plain` if it exists.
         goal: One of GOALS, of each row in `bound`.
     """
 
@@ -74,13 +74,13 @@ class Case:
 
 
 def again(calls: int, func: Callable[..., object], *args: Any) -> Work:
-    """The same call again and again."""
+    """Returns the same call repeatedly."""
     work = [partial(func, *args)] * calls
     return lambda: work
 
 
 def each_new(calls: int, func: Callable[..., object], operands: Callable[[], Sequence[Any]]) -> Work:
-    """Every call on operands of its own."""
+    """Returns calls with separate operands each."""
     return lambda: [partial(func, *operands()) for _ in range(calls)]
 
 
@@ -96,7 +96,7 @@ def sampler(work: Work) -> Callable[[], float]:
 
 
 @dataclass
-class Sides:
+class Meshes:
     """The meshes of both, by the number of their dimensions."""
 
     ours: dict[str, MeshComms]
@@ -104,7 +104,7 @@ class Sides:
     products: int = 0
 
     def fresh(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The shapes of two operands whose product was not taken before."""
+        """Returns the shapes of two operands whose product was not computed before."""
         rows, columns = divmod(self.products, 48)
         self.products += 1
         return (RANKS * (rows + 1), WIDTH), (WIDTH, RANKS * (columns + 1))
@@ -113,8 +113,8 @@ class Sides:
 # --- 1. Warm operators ----------------------------------------------------------------------------
 
 
-def warm_operators(sides: Sides, calls: int) -> Iterator[Case]:
-    mesh, device_mesh = sides.ours["1-D"], sides.theirs["1-D"]
+def warm_operators(both_meshes: Meshes, calls: int) -> Iterator[Case]:
+    mesh, device_mesh = both_meshes.ours["1-D"], both_meshes.theirs["1-D"]
     rows, whole, line = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH), torch.randn(WIDTH)
     columns, weight = torch.randn(WIDTH, WIDTH // RANKS), torch.randn(WIDTH // RANKS, WIDTH)
     cases: dict[str, tuple[Callable[..., Any], list[tuple[Any, str]]]] = {
@@ -141,7 +141,7 @@ def warm_operators(sides: Sides, calls: int) -> Iterator[Case]:
     dx, dw = _distributed(rows, device_mesh, [Replicate()]), _distributed(weight, device_mesh, [Shard(0)])
 
     def on_new_input() -> object:
-        x.local = rows  # forgets what it was moved to
+        x.local = rows  # drops the cached copies
         return F.linear(x, w)  # type: ignore[arg-type]
 
     yield Case("linear, columns, of a new input", {"": again(calls, on_new_input)},
@@ -155,7 +155,7 @@ def _distributed(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
 
 # --- 2. Cold products -----------------------------------------------------------------------------
 
-# Where the operands of a product lie, so that something has to move: ours, DTensor's.
+# Layouts of the operands of a product that require a move: ours, DTensor's.
 COLD: dict[str, tuple[list[P], list[list[Placement]]]] = {
     "1-D": ([P("tp"), P(None, "tp")], [[Shard(0)], [Shard(1)]]),
     "2-D": ([P("dp", "tp"), P(None, "tp")], [[Shard(0), Shard(1)], [Replicate(), Shard(1)]]),
@@ -166,18 +166,20 @@ COLD: dict[str, tuple[list[P], list[list[Placement]]]] = {
 }
 
 
-def cold_products(sides: Sides, calls: int) -> Iterator[Case]:
+def cold_products(both_meshes: Meshes, calls: int) -> Iterator[Case]:
     def plan(x: Sharded, w: Sharded) -> object:
         return propagate(OpRule.matmul(x.shape, w.shape), [x.layout, w.layout], x.mesh.cost, [4, 4, 4])
 
     def product(x: Any, w: Any) -> Tensor:
-        return torch.matmul(x, w).local  # type: ignore[attr-defined, no-any-return]  # also where it is pending
+        return torch.matmul(x, w).local  # type: ignore[attr-defined, no-any-return]  # also if it is partial
 
     for name, (specs, placements) in COLD.items():
-        mesh, device_mesh = sides.ours[name], sides.theirs[name]
+        mesh, device_mesh = both_meshes.ours[name], both_meshes.theirs[name]
 
         def ours(mesh: MeshComms = mesh, specs: list[P] = specs) -> list[Sharded]:
-            return [shard(torch.zeros(shape), mesh, spec) for shape, spec in zip(sides.fresh(), specs, strict=True)]
+            return [
+                shard(torch.zeros(shape), mesh, spec) for shape, spec in zip(both_meshes.fresh(), specs, strict=True)
+            ]
 
         def theirs(mesh: DeviceMesh = device_mesh, placements: list[list[Placement]] = placements,
                    ours: Callable[[], list[Sharded]] = ours) -> list[DTensor]:  # fmt: skip
@@ -199,18 +201,18 @@ def cold_products(sides: Sides, calls: int) -> Iterator[Case]:
 # --- 3. Moves -------------------------------------------------------------------------------------
 
 
-def moves(sides: Sides, calls: int) -> Iterator[Case]:
-    mesh, device_mesh = sides.ours["1-D"], sides.theirs["1-D"]
+def moves(both_meshes: Meshes, calls: int) -> Iterator[Case]:
+    mesh, device_mesh = both_meshes.ours["1-D"], both_meshes.theirs["1-D"]
     local = torch.randn(ROWS, WIDTH)
 
     for source, target in (("S0", "R"), ("S1", "R"), ("S0", "S1"), ("P", "S0"), ("P", "R"), ("R", "S0")):
-        x = from_local(local, mesh, LAYOUTS[source][0])  # of ours: moved each time
+        x = from_local(local, mesh, LAYOUTS[source][0])  # not a result of ours: moved each time
         dx = _distributed(local, device_mesh, [LAYOUTS[source][1]])
         ours, theirs = LAYOUTS[target]
         yield Case(f"reshard, {source} to {target}", {"": again(calls, x.reshard, ours)},
                    {"DTensor": again(calls, dx.redistribute, device_mesh, [theirs])}, "move")  # fmt: skip
     x, to_columns = from_local(local, mesh, P("tp")), P(None, "tp")
-    result = x * 1  # of a function: keeps what it is moved to
+    result = x * 1  # a function's result: caches its moved copies
     result.reshard(to_columns)
     yield Case("reshard, S0 to S1, moved before", {"": again(calls, result.reshard, to_columns)}, {})
     layouts = x.layout, result.reshard(to_columns).layout
@@ -220,8 +222,8 @@ def moves(sides: Sides, calls: int) -> Iterator[Case]:
 # --- 4. Forwards and backwards --------------------------------------------------------------------
 
 
-def backward_passes(sides: Sides, calls: int) -> Iterator[Case]:
-    mesh, device_mesh = sides.ours["1-D"], sides.theirs["1-D"]
+def backward_passes(both_meshes: Meshes, calls: int) -> Iterator[Case]:
+    mesh, device_mesh = both_meshes.ours["1-D"], both_meshes.theirs["1-D"]
     x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH // RANKS)
     parameters = torch.randn(WIDTH // RANKS, WIDTH), torch.randn(WIDTH // RANKS)
 
@@ -290,19 +292,19 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name has this; no file is written")
     args = parser.parse_args()
 
-    logging.getLogger("torch").setLevel(logging.ERROR)  # c10d has no all_to_all for CPU groups, and says so
+    logging.getLogger("torch").setLevel(logging.ERROR)  # c10d logs that it has no all_to_all for CPU groups
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # what comes from peers that are not there is anything
+    torch.set_flush_denormal(True)  # received data of nonexistent peers is undefined
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     comm = to.new_comm("fake", "cpu", name="sharding", rank=0, size=RANKS)
-    sides = Sides(
+    both_meshes = Meshes(
         {name: connect(axes, comm, name=name) for name, axes in MESHES.items()},
         {n: init_device_mesh("cpu", tuple(a.values()), mesh_dim_names=tuple(a)) for n, a in MESHES.items()},
     )
 
     rows = []
-    for cases in (warm_operators(sides, args.calls), cold_products(sides, 5), moves(sides, args.calls),
-                  backward_passes(sides, args.calls)):  # fmt: skip
+    for cases in (warm_operators(both_meshes, args.calls), cold_products(both_meshes, 5),
+                  moves(both_meshes, args.calls), backward_passes(both_meshes, args.calls)):  # fmt: skip
         for case in cases:
             if args.only not in case.what:
                 continue
@@ -313,7 +315,7 @@ def main() -> None:
                 print(line_of(row), flush=True)
     if not args.only:
         print(write(result("sharding", rows, gpu="cpu"), RANKS, args.out))
-    for mesh in sides.ours.values():
+    for mesh in both_meshes.ours.values():
         mesh.close()
     comm.finalize()
     dist.destroy_process_group()

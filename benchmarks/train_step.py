@@ -1,12 +1,12 @@
-"""The whole step of examples/train_gpt.py, beside what the planner predicts for it.
+"""Measures the whole step of examples/train_gpt.py, compared with the planner's prediction.
 
     torchrun --nproc_per_node 4 benchmarks/train_step.py --meshes tp=4,dp=2:tp=2,dp=4 --out benchmarks/results
 
-The example's own trainers and sizes: forward, backward, gradients summed, clipping, AdamW, in one CUDA graph; in bf16
-with an fp32 residual stream. tp alone is the model that communicates by hand, with a dp (dp=1 on one rank) the plain
-one that torch_overlap.mesh shards. Meshes take turns in a round; a sample is that of the slowest rank. "predicted":
-the planner's, with the cost model of H200s; only printed, for it changes with the planner. Without a GPU it shows on
-gloo that it runs, with --tiny.
+The example's own trainers and sizes: forward, backward, summed gradients, clipping, AdamW, in one CUDA graph; in bf16
+with an fp32 residual stream. tp without dp is the model that communicates explicitly, with dp (dp=1 on one rank) the
+plain one that torch_overlap.mesh shards. Meshes take turns in a round; a sample is that of the slowest rank.
+"predicted": the planner's, with the cost model of H200s; only printed, since it changes with the planner. Without a GPU
+it only checks, on gloo with --tiny, that it runs.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from gpt.text import Text
 from gpt.training import EAGER_STEPS, Trainer
 
 import torch_overlap as to
+from torch_overlap._timing import interleave, slowest_rank, spread_of
 from torch_overlap.bench import result
 from torch_overlap.bench.ranks import ENVIRONMENT, Ranks
-from torch_overlap.bench.timing import interleave, slowest_rank, spread_of
 from torch_overlap.mesh import Mesh
 from torch_overlap.mesh.models import PRESETS, Transformer
 from torch_overlap.mesh.transformer import predict
 
 LEAD_CYCLES = 1_000_000
-BATCH = 16  # sequences, as train_gpt.py has them
+BATCH = 16  # sequences, as in train_gpt.py
 
 
 def make_trainer(axes: dict[str, int], model: Transformer, comm: to.TorchComm, algorithm: str) -> Trainer:
-    """Its step is on random tokens, and captured where there is a GPU."""
+    """Returns a trainer whose step is on random tokens, and captured if there is a GPU."""
     cuda = comm.get_device().type == "cuda"
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, model.vocabulary, (1 << 20,), generator=generator, dtype=torch.uint8)
@@ -56,7 +56,7 @@ def make_trainer(axes: dict[str, int], model: Transformer, comm: to.TorchComm, a
 
 
 def mesh_of(name: str) -> Mesh:
-    """ "dp=2:tp=2": a comma stands between meshes."""
+    """Returns the mesh of "dp=2:tp=2". The separator is not a comma, which separates meshes."""
     return Mesh.parse(name.replace(":", ","))
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     if args.out is not None and ranks.rank == 0:
         environment = {name: os.environ.get(name, "") for name in ENVIRONMENT}
         print(result.write(result.result("train_step", rows, environment=environment), ranks.size, args.out))
-    del samplers  # graphs, before their communicators
+    del samplers  # graphs must be freed before their communicators
     for trainer in trainers.values():
         trainer.graph = None
         if isinstance(trainer, MeshTrainer):

@@ -1,11 +1,11 @@
-"""One-sided puts beside a plain copy to the peer, and how long a put and its signal take.
+"""Compares one-sided puts with a plain copy to the peer, and measures the latency of a put and its signal.
 
     torchrun --nproc_per_node 2 benchmarks/window.py --out results
 
-put: rank 0 writes to rank 1; microseconds of one put, over several in a row, beside torch's copy_ into the mapped
-tensor of the peer (a copy-engine copy between the same two buffers). Ratio: bandwidth of ours over that copy's, median
-over rounds. latency: ranks 0 and 1 send each other `bytes` in turns, put + signal + wait_signal; half a round trip is
-one way. Eager, and in CUDA graphs of many operations.
+put: rank 0 writes to rank 1; microseconds of one put, over several consecutive ones, compared with torch's copy_ into
+the mapped tensor of the peer (a copy-engine copy between the same two buffers). Ratio: bandwidth of ours over that
+copy's, median over rounds. latency: ranks 0 and 1 send each other `bytes` in turns, put + signal + wait_signal; half a
+round trip is one way. Eager, and in CUDA graphs of many operations.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import torch_overlap as to
+from torch_overlap._timing import Stopwatch, in_graph, interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.bench.result import write_result
-from torch_overlap.bench.timing import Stopwatch, in_graph, interleave, ratio_of, slowest_rank, spread_of
 
 KIB = 1 << 10
 SIZES = [KIB * 4**i for i in range(10)]  # 1 KiB .. 256 MiB
@@ -67,7 +67,7 @@ def put_rows(comm: to.TorchComm, rounds: int) -> list[dict[str, Any]]:
             if writes:
                 print(f"put      {size:10d} B  {mode:5s} {us:9.2f} us {size / us / 1000:7.1f} GB/s  copy "
                       f"{plain:9.2f} us  ratio {bandwidth_ratio:.3f} +- {spread:.3f}", flush=True)  # fmt: skip
-        # A graph keeps the window's memory: both go before the next size comes.
+        # A graph keeps the window's memory alive: both are freed before the next size.
         del calls, mapped
         window.tensor_deregister()
     return rows

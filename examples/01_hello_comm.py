@@ -1,4 +1,4 @@
-"""A communicator: who am I, one collective, the end.
+"""A communicator: rank and size, one collective, and finalize.
 
 torchrun --standalone --nproc_per_node 2 examples/01_hello_comm.py
 """
@@ -25,7 +25,7 @@ def main() -> None:
 
     assert x.tolist() == [size * (size + 1) / 2] * 4
     print(f"rank {rank} of {size} over {comm.get_backend()} on {comm.get_device()}: {x.tolist()}", flush=True)
-    comm.finalize()  # collective; after it the communicator refuses every call
+    comm.finalize()  # collective; afterwards the communicator refuses every operation
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node 2 examples/02_async_and_streams.py
 
-New here: async_op=True and TorchWork. On a GPU the collective runs on the communicator's own stream, after everything
-that is on the current stream now, and wait() makes the current stream wait for it; the host goes on at once. On CPU it
+New here: async_op=True and TorchWork. On a GPU the collective runs on the communicator's own stream, after all work
+that is on the current stream now, and wait() makes the current stream wait for it; the host continues. On CPU it
 runs on a thread, and wait() blocks.
 """
 
@@ -24,13 +24,13 @@ def main() -> None:
     device, size = comm.get_device(), comm.get_size()
     torch.manual_seed(comm.get_rank())
 
-    # Gradients that arrive one after another: each is on its way while the next is computed.
+    # Gradients are computed one after another: each is sent while the next is computed.
     weights = [torch.randn(256, 256, device=device) for _ in range(4)]
     gradients, works = [], []
     for weight in weights:
         gradient = weight @ weight.T
         works.append(comm.all_reduce(gradient, to.ReduceOp.AVG, async_op=True))
-        gradients.append(gradient)  # not to be read or written before wait()
+        gradients.append(gradient)  # must not be read or written before wait()
     for work in works:
         work.wait()
 
@@ -40,8 +40,8 @@ def main() -> None:
         comm.all_gather_single(everyone, gradient, async_op=False)
         assert all(torch.equal(part, gradient) for part in everyone)
 
-    # wait_blocking() also keeps the host until the operation is done, for as long as it is told. Tensors may be dropped
-    # meanwhile: the work keeps what it needs.
+    # wait_blocking() also blocks the host until the operation completes, for at most its timeout. Tensors may be
+    # dropped meanwhile: the work keeps references.
     work = comm.barrier(async_op=True, timeout=timedelta(seconds=30))
     work.wait_blocking()
     assert work.is_completed()

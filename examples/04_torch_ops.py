@@ -4,7 +4,7 @@
 
 New here: torch_overlap.ops. An operator returns a new tensor, has a gradient, and can be compiled. The two fused ones
 are the halves of a tensor-parallel layer: all_gather_matmul gathers the rows of x while it multiplies them, and
-matmul_reduce_scatter adds up the ranks' partial products while it computes them. Each is the other's gradient.
+matmul_reduce_scatter sums the ranks' partial products while it computes them. Each is used in the other's gradient.
 """
 
 import os
@@ -46,7 +46,7 @@ def main() -> None:
     for mine, full, dim in ((x, full_x, 0), (up, full_up, 0), (down, full_down, 1)):
         torch.testing.assert_close(mine.grad, full.grad.chunk(size, dim)[rank])
 
-    # The same in a graph of torch.compile.
+    # The same under torch.compile.
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), y)
 

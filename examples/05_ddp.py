@@ -1,4 +1,4 @@
-"""PyTorch's own parallelism on torch_overlap: nothing changes but the backend's name.
+"""PyTorch's own parallelism on torch_overlap: only the backend's name changes.
 
     torchrun --standalone --nproc_per_node 2 examples/05_ddp.py
 

@@ -1,9 +1,9 @@
-"""A training run that loses a rank in the middle and reaches its goal all the same.
+"""A training run that loses a rank in the middle and still finishes.
 
-    python examples/07_survive_a_lost_rank.py     (starts three ranks itself, on NCCL where there are as many GPUs)
+    python examples/07_survive_a_lost_rank.py     (starts three ranks, on NCCL if there are enough GPUs)
 
-New here: reconfigure. The launcher serves the store, which so outlives every rank, and says who is left when one dies.
-The survivors' operation raises; they form the communicator again, load the last checkpoint and go on.
+New here: reconfigure. The launcher serves the store, which thus outlives every rank, and publishes the survivors when a
+rank dies. The survivors' operation raises; they reconfigure the communicator, load the last checkpoint and continue.
 """
 
 import json
@@ -28,7 +28,7 @@ def train(worker: int, port: int, checkpoint: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     comm = to.new_comm(backend, device, "train", store=store, rank=worker, size=RANKS,
                        timeout=timedelta(seconds=20), enable_reconfigure=True)  # fmt: skip
-    handles = [""] * RANKS  # how the survivors will name each other
+    handles = [""] * RANKS  # the ranks' handles, by which the survivors are named
     to.objcol.all_gather_object(comm, handles, comm.get_init_handle())
 
     truth = torch.randn(16, generator=torch.Generator().manual_seed(0)).to(device)
@@ -37,18 +37,18 @@ def train(worker: int, port: int, checkpoint: Path) -> None:
         try:
             x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1000 * step + comm.get_rank())).to(device)
             error = x @ (weights - truth)
-            gradient = x.T @ error / len(x)  # wait_blocking raises before one that did not arrive is used
+            gradient = x.T @ error / len(x)  # wait_blocking raises before an incomplete gradient is used
             comm.all_reduce(gradient, to.ReduceOp.AVG, async_op=True).wait_blocking()
             weights -= 0.1 * gradient
             loss, step = error.square().mean().item(), step + 1
             if step % SAVE_EVERY == 0 and comm.get_rank() == 0:
                 torch.save((step, weights), checkpoint.with_suffix(".new"))
-                checkpoint.with_suffix(".new").rename(checkpoint)  # all of it or nothing
+                checkpoint.with_suffix(".new").rename(checkpoint)  # an atomic replacement
             if worker == RANKS - 1 and step == LOST_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
         except to.Error as failure:
             lost += 1
-            survivors = json.loads(store.get(f"survivors/{lost}"))  # waits until the launcher knows
+            survivors = json.loads(store.get(f"survivors/{lost}"))  # waits until the launcher has published it
             comm.reconfigure(lost, [handles[w] for w in survivors])
             print(f"worker {worker}: {type(failure).__name__} in step {step}; now {comm!r}", flush=True)
             step, weights = torch.load(checkpoint, map_location=device)

@@ -1,9 +1,9 @@
-"""A model of plain torch, made tensor parallel by a plan.
+"""A model in plain torch, made tensor parallel by a plan.
 
     torchrun --standalone --nproc_per_node 2 examples/08_parallel_modules.py
 
-New here: torch_overlap.nn.styles. parallelize_module turns the named linears into those of torch_overlap.nn, and the
-model's code (plain_llama.py) stays as it is. Linears of one input share one gather, which runs while they multiply.
+New here: torch_overlap.nn.styles. parallelize_module replaces the named linears by those of torch_overlap.nn, and the
+model's code (plain_llama.py) is unchanged. Linears with the same input share one gather, which overlaps with them.
 """
 
 import copy
@@ -41,7 +41,7 @@ def train(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, steps: 
         optimizer.zero_grad()
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
-        to.nn.sync_replicated_grads(model)  # the norms have seen this rank's part of the sequence only
+        to.nn.sync_replicated_grads(model)  # the norms' gradients cover only this rank's part of the sequence
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -60,7 +60,7 @@ def main() -> None:
 
     expected, losses = train(whole, tokens, targets), train(model, tokens, targets)
     torch.testing.assert_close(losses, expected)
-    full = to.nn.full_state_dict(model)  # fits the model that is not parallel
+    full = to.nn.full_state_dict(model)  # loads into the model without parallelism
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(full[name], value)
 

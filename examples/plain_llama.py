@@ -1,4 +1,4 @@
-"""The model of 08_parallel_modules.py, in plain torch: nothing in it knows of ranks."""
+"""The model of 08_parallel_modules.py, in plain torch: it does not depend on ranks."""
 
 from __future__ import annotations
 

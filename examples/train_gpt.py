@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node 2 examples/train_gpt.py
 
-On CPU (gloo) or GPUs (NCCL; the whole step is one CUDA graph). Ends with a sample of generated text, a loss curve, a
-timeline of one step, and a check: the first steps again on one rank must give the same losses.
+Runs on CPU (gloo) or GPUs (NCCL; the whole step is one CUDA graph). Ends with a sample of generated text, a loss curve,
+a timeline of one step, and a check: the first steps again on one rank must give the same losses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gpt.interrupt import Interrupt
 
-INTERRUPT = Interrupt()  # before torch is imported: that takes seconds, in which Ctrl-C must work too
+INTERRUPT = Interrupt()  # before the slow import of torch, during which Ctrl-C must work too
 
 import torch  # noqa: E402
 from gpt import plots, timeline  # noqa: E402
@@ -30,15 +30,15 @@ from gpt.training import Trainer  # noqa: E402
 
 import torch_overlap as to  # noqa: E402
 
-# What differs between the devices: sizes that train in about a minute, and the check's tolerance by dtype.
+# Settings by device: sizes that train in about a minute, and the check's tolerance by dtype.
 DEFAULTS = {
     "cpu": dict(dtype="float32", dim=128, layers=3, heads=4, sequence=128, batch=8, steps=1200, rate=5e-3),
     "cuda": dict(dtype="bfloat16", dim=1024, layers=8, heads=16, sequence=1024, batch=16, steps=600, rate=1e-3),
 }
-# What --overlap asks of the operators (torch_overlap.ops).
-OVERLAP = {"none": "sequential", "bulk": "bulk", "pipeline": "chunked", "ring": "ring", "auto": "auto"}
+# --overlap -> the operators' algorithm (torch_overlap.ops).
+OVERLAP = {"none": "sequential", "bulk": "bulk", "pipelined": "pipelined", "p2p": "p2p", "auto": "auto"}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
-FP8_TOLERANCE = 0.1  # a last bit in a sum can turn the last bit of an 8-bit value, a sixteenth of it
+FP8_TOLERANCE = 0.1  # a last bit in a sum can flip the last bit of an 8-bit value, a sixteenth of it
 PROMPT = "class File:\n    def "
 
 
@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """ "dp=2,tp=2" as sizes by name."""
+    """Parses "dp=2,tp=2" to sizes by name."""
     sizes = {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}
     if set(sizes) - {"dp", "tp"} or any(size < 1 for size in sizes.values()):
         raise argparse.ArgumentTypeError(f"expected dp=..,tp=.. with sizes of at least 1, got {text!r}")
@@ -114,7 +114,7 @@ def are_finite(losses: list[float], *, shown: bool) -> bool:
 
 
 def report(args: argparse.Namespace, trainer: Trainer, losses: list[float], *, shown: bool) -> None:
-    """Collective: the loss on held-out text, a sample, and the files."""
+    """Reports the loss on held-out text and a sample, and writes the files. Collective."""
     validation = trainer.validation_loss()
     sample = generate(trainer, PROMPT, args.sample, seed=args.seed)
     trainer.learning_rate.zero_()  # the profiled step changes no weight
@@ -137,7 +137,7 @@ def report(args: argparse.Namespace, trainer: Trainer, losses: list[float], *, s
 
 
 def check(args: argparse.Namespace, comm: to.TorchComm, text: Text, losses: list[float]) -> bool:
-    """Collective: rank 0 trains the first steps again, alone; every rank gets the verdict."""
+    """Trains the first steps again on rank 0 only. Collective; every rank gets the verdict."""
     steps = min(args.check_steps, args.steps)
     tolerance = TOLERANCE[args.dtype] if args.fp8 == "none" else FP8_TOLERANCE
     alone = comm.split([0] if comm.get_rank() == 0 else [], name="alone")
@@ -151,7 +151,7 @@ def check(args: argparse.Namespace, comm: to.TorchComm, text: Text, losses: list
         stream = sys.stdout if verdict.good else sys.stderr
         what = args.dtype if args.fp8 == "none" else f"{args.dtype} and {args.fp8} fp8"
         print(f"check against one rank, {what}: {verdict.text}", file=stream, flush=True)
-        del reference  # its graph holds on to the communicator
+        del reference  # its graph keeps the communicator alive
         alone.finalize()
     comm.broadcast(good, 0, async_op=False)
     return bool(good.item())
@@ -161,7 +161,7 @@ def main() -> int:
     args = parse_arguments()
     try:
         comm = to.new_comm("nccl" if args.device == "cuda" else "gloo", torch.device(args.device), name="tp")
-    except to.InvalidValueError as error:  # nobody says which rank it is
+    except to.InvalidValueError as error:  # the message does not name the rank
         sys.exit(str(error))
     INTERRUPT.protect(comm)
     shown = comm.get_rank() == 0

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Checks that what README.md, CONTRIBUTING.md and docs/*.md name exists: links, and in code style paths, `make` targets
-and names of the package. Names are resolved by importing it; without a build they are skipped with a notice."""
+"""Checks that the names in README.md, CONTRIBUTING.md and docs/*.md exist: links, and in code style paths, `make`
+targets and names of the package. Names are resolved by importing it; without a build they are skipped with a notice."""
 
 import importlib
 import re
@@ -12,10 +12,10 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
-# A token with one of these suffixes is a file of the tree, also if only the end of its path is written.
+# A token with one of these suffixes is a file of the tree, even if only the end of its path is given.
 SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", ".md", ".txt"}
 
-# token -> why it is right, though the tree or the package does not have it
+# token -> the reason why it is valid, although the tree or the package does not have it
 REASONS: dict[str, str] = {
     "_build_info.py": "the build writes it",
     "torch_overlap.backends": "a group of entry points of other packages",
@@ -45,7 +45,7 @@ def tree(root: Path) -> set[str]:
 
 
 def code_of(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the code of a page: where it begins, and its text."""
+    """Yields the code of a page: its offset, and its text."""
     for match in FENCE.finditer(text):
         yield match.start(2), match.group(2)
     prose = FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
@@ -54,7 +54,7 @@ def code_of(text: str) -> Iterator[tuple[int, str]]:
 
 
 def is_missing_path(token: str, names: set[str]) -> bool:
-    """True if `token` must be a path of the tree and is none."""
+    """Returns True if `token` must be a path of the tree and is not."""
     if token in REASONS:
         return False
     pattern = re.sub(r"<[^>]*>|\.\.\.", "*", token.rstrip("/"))
@@ -105,7 +105,7 @@ def faults_of(page: Path, names: set[str], targets: set[str], has_name: Callable
 
 
 def resolver() -> Callable[[str], bool] | str:
-    """Returns a function that says if the package has a name, or why there is none."""
+    """Returns a predicate for names of the package, or the reason why there is none."""
     sys.path.insert(0, str(ROOT))
     try:
         importlib.import_module("torch_overlap")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Holds csrc/ to its layers: who may include whom, which headers stay in which folders, and that no two headers
-define a class of the same name. See CONTRIBUTING.md."""
+"""Checks the layers of csrc/: which layers may include each other, which headers stay in which folders, and that no two
+headers define a class of the same name. See CONTRIBUTING.md."""
 
 import re
 import sys
@@ -13,13 +13,14 @@ ARROWS = {
     "base": "",
     "common": "base",
     "symm": "base common",
-    "comm": "base common symm",
+    "collectives": "base common symm",
+    "comm": "base common symm collectives",
     "gemm": "base common",
     "overlap": "base common symm comm gemm",
     "mesh": "base",
     "spmd": "base common mesh comm overlap",
     "ops": "base common symm comm gemm overlap mesh spmd",
-    "python": "base common symm comm gemm overlap mesh spmd ops",
+    "python": "base common symm collectives comm gemm overlap mesh spmd ops",
 }
 CUDA_FOLDERS = {"cuda", "nccl", "cublaslt", "sm90"}
 
@@ -30,7 +31,7 @@ TORCH_HEADER = re.compile(r"(ATen|torch)/")
 CUDA_HEADER = re.compile(
     r"cuda|nccl|cublas|cute/|cutlass/|(c10|ATen|torch/csrc)/cuda/|torch/csrc/distributed/c10d/(NCCL|ProcessGroupNCCL|cuda/)"
 )
-# What is no code, kept apart by what it begins with; then names, and each other sign by itself.
+# Non-code text, distinguished by its first characters. All else is names, or single punctuation characters.
 NOT_CODE = re.compile(
     r'//[^\n]*|/\*.*?\*/|R"([^\s()\\]*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<!\w)\'(?:\\.|[^\'\\\n])+\'', re.S
 )
@@ -72,7 +73,7 @@ def problems(path: Path, root: Path):
 
 
 def tokens(text: str) -> list[tuple[int, str]]:
-    """With their lines; no comments, literals and directives."""
+    """Returns tokens with their lines, without comments, literals and directives."""
     for pattern in (NOT_CODE, DIRECTIVE):
         text = pattern.sub(lambda match: "\n" * match[0].count("\n") or " ", text)
     lines = enumerate(text.split("\n"), 1)
@@ -80,7 +81,7 @@ def tokens(text: str) -> list[tuple[int, str]]:
 
 
 def past(code: list[str], at: int) -> int:
-    """Behind the bracket that closes the one at `at`."""
+    """Returns the index after the bracket that closes the one at `at`."""
     opener, closer, depth = code[at], CLOSERS[code[at]], 0
     while at < len(code):
         depth += (code[at] == opener) - (code[at] == closer)
@@ -91,16 +92,17 @@ def past(code: list[str], at: int) -> int:
 
 
 def class_head(code: list[str], at: int) -> tuple[str, int]:
-    """The name of the class or enum that begins at `at` (empty: only declared, or none), and where its head ends."""
+    """Returns the name of the class or enum that begins at `at` (empty if only declared, or unnamed), and the end of
+    its head."""
     name = ""
     named = False
     while at < len(code) and code[at] not in ("{", ";", "=", ")", ">", ","):
         token = code[at]
-        if token == "(":  # of alignas or a macro, or the parameters of a function that returns a class
+        if token == "(":  # belongs to alignas or a macro, or holds the parameters of a function that returns a class
             name, at = name if named else "", past(code, at)
         elif token == "[[":
             at = past(code, at)
-        elif token == "<":  # of a specialization, or of a base
+        elif token == "<":  # belongs to a specialization, or to a base
             end = past(code, at)
             name += "" if named else "".join(code[at:end])
             at = end
@@ -113,7 +115,8 @@ def class_head(code: list[str], at: int) -> tuple[str, int]:
 
 
 def classes(text: str):
-    """The classes and enums that a file defines outside others, with their namespaces; none of unnamed namespaces."""
+    """Yields the classes and enums that a file defines at namespace scope, with their namespaces, except in unnamed
+    ones."""
     found = tokens(text)
     code = [token for _, token in found]
     inside: list[str] = []
@@ -124,7 +127,7 @@ def classes(text: str):
             if code[end : end + 1] == ["{"]:
                 inside.append("".join(code[at + 1 : end]).replace("::inline", "::"))
             at = end + 1
-        elif code[at] == "extern" and code[at + 1 : at + 2] == ["{"]:  # the literal "C" is gone
+        elif code[at] == "extern" and code[at + 1 : at + 2] == ["{"]:  # the literal "C" was removed
             inside.append("extern")
             at += 2
         elif code[at] == "template" and code[at + 1 : at + 2] == ["<"]:
@@ -143,7 +146,8 @@ def classes(text: str):
 
 
 def repeated(files: list[Path], root: Path):
-    """The linker takes one of two inline functions of a name, destructors among them, for both."""
+    """Yields classes that are defined twice. The linker uses one of two inline functions with the same name, including
+    destructors, for both."""
     first: dict[str, Path] = {}
     for path in files:
         for number, name in classes(path.read_text()):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Makes a wheel, installs it into an environment of its own, and uses it there, away from the checkout.
+"""Builds a wheel, installs it into a new environment, and uses it there, outside the checkout.
 
-The new environment has nothing but the wheel and, through a .pth file, the packages beside this Python's torch; so
-torch is not downloaded, and neither the checkout nor an editable install of it is seen.
+The new environment has nothing but the wheel and, through a .pth file, the packages next to this Python's torch. Thus
+torch is not downloaded, and neither the checkout nor an editable install of it is visible.
 """
 
 import os

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Formats our C++, CUDA and Python in place; with --check only reports, and fails if something is to be done.
+# Formats our C++, CUDA and Python in place; with --check only reports, and fails if a file would change.
 # PYTHON names the environment that has clang-format and ruff.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,4 +1,4 @@
-"""Writes docs/ops.md from the operators' schemas and the docstrings of torch_overlap.ops. --check: only compares."""
+"""Writes docs/ops.md from the operators' schemas and the docstrings of torch_overlap.ops. --check only compares."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECTIONS = (("collectives", "all_reduce"), ("resharding", "reshard"), ("fused", 
 
 
 def schemas() -> dict[str, str]:
-    """Public operators and their schemas, in the library's own order of names."""
+    """Returns public operators and their schemas, in the library's own order of names."""
     import torch
 
     found: dict[str, list[str]] = {}
@@ -63,7 +63,7 @@ def page() -> str:
 
 
 def _call(function: Callable[..., object]) -> str:
-    """How it is called: names, order and defaults, without the types, which the schema has."""
+    """Returns the call of a function: names, order and defaults, without the types, which the schema has."""
     signature = inspect.signature(function)
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     text = str(signature.replace(parameters=bare, return_annotation=signature.empty))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""clang-tidy on the C++ of the library and the bindings: tidy.py <build folder> [all | file...].
+"""Runs clang-tidy on the C++ of the library and the bindings: tidy.py <build folder> [all | file...].
 
 Without a file: on those that differ from main. A build compiles several files at once, and clang-tidy reads torch's
-headers once for them too: a file is checked together with its neighbours. The build folder need only be configured.
+headers once for them too: a file is checked together with those of its unit. The build folder need only be configured.
 MAX_JOBS (2) run at a time; TIDY_FLAGS is passed on.
 """
 
@@ -23,7 +23,7 @@ TARGETS = re.compile(r"/CMakeFiles/(torch_overlap|_C)\.dir/")
 
 
 def units(build: Path) -> dict[Path, set[Path]]:
-    """What each compiler call of the two targets compiles."""
+    """Returns the files that each compiler call of the two targets compiles."""
     found: dict[Path, set[Path]] = {}
     for entry in json.loads((build / "compile_commands.json").read_text()):
         file = Path(entry["file"])

@@ -1,4 +1,4 @@
-"""The command line of the package, for tests of what it says."""
+"""Runs the command line of the package, for tests of its output."""
 
 import io
 import subprocess
@@ -10,7 +10,7 @@ from torch_overlap.__main__ import main
 
 
 def run_here(*words: str) -> "subprocess.CompletedProcess[str]":
-    """`python -m torch_overlap <words>` in this process: one of its own takes seconds to import torch."""
+    """Runs `python -m torch_overlap <words>` in this process: a process of its own would import torch first."""
     code: object = 0
     with (
         mock.patch.object(sys, "argv", ["torch_overlap", *words]),

@@ -1,4 +1,4 @@
-"""What all tests share: the GPUs that a test needs, and the seed of its data."""
+"""Fixtures and checks of all tests: the number of GPUs that a test needs, and the seed of its data."""
 
 import os
 import secrets
@@ -14,9 +14,9 @@ from torch_overlap.testing import gpu_ranks
 sys.path.insert(0, str(Path(__file__).parent))  # launcher
 from launcher import Launcher
 
-# torch asks for the name of whoever connects to a TCPStore. Where the name server lets a query drop, that is 5 s each.
+# torch resolves the name of every client of a TCPStore, which is slow if the name server drops queries.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# Tests of timeouts make dumps; those of a run lie in a folder of their own.
+# Tests of timeouts make dumps; those of a run are in a folder of their own.
 os.environ.setdefault("TORCHCOMM_FR_DUMP_TEMP_FILE", tempfile.mkdtemp(prefix="torch_overlap_traces_") + "/rank_")
 
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def seed() -> int:
-    """A fresh one for each test; TEST_SEED repeats one, which a failure prints."""
+    """Returns a new seed for each test; TEST_SEED repeats one, which a failure prints."""
     value = int(os.environ.get("TEST_SEED") or secrets.randbelow(2**31))
     print(f"TEST_SEED={value}")
     return value

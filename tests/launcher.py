@@ -1,4 +1,4 @@
-"""Programs that a test starts, and what is left of them."""
+"""Starts programs for a test, and finds the processes that they leave."""
 
 import os
 import random
@@ -18,8 +18,8 @@ MARK = "TORCH_OVERLAP_TEST_RUN"
 
 
 class Launcher:
-    """Starts programs on ranks of this machine. What still runs at the end of the test is killed, also what torchrun
-    put into sessions of their own."""
+    """Starts programs on ranks of this machine. Processes that still run at the end of the test are killed,
+    including those that torchrun started in sessions of their own."""
 
     def __init__(self) -> None:
         self.mark = f"{MARK}={uuid.uuid4()}"
@@ -27,7 +27,8 @@ class Launcher:
     def start(
         self, command: list[str], *, gpu: bool = False, output: Path | None = None, **variables: str
     ) -> "subprocess.Popen[str]":
-        """`output`: the file to print to; without, it is a pipe, which somebody has to read."""
+        """Starts `command`. `output` is the file to print to; without it, stdout is a pipe, which the caller must
+        read."""
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         env[MARK] = self.mark.removeprefix(f"{MARK}=")
@@ -43,13 +44,13 @@ class Launcher:
         return [*torchrun, str(EXAMPLES / program), *map(str, arguments)]
 
     def torchrun(self, ranks: int, program: str, *arguments: object, gpu: bool = False) -> tuple[int, str]:
-        """Exit code and output of the whole run."""
+        """Returns the exit code and the output of the whole run."""
         process = self.start(self.torchrun_command(ranks, program, *arguments), gpu=gpu)
         output, _ = process.communicate(timeout=SECONDS)
         return process.returncode, output
 
     def running(self) -> list[int]:
-        """The processes that this launcher's programs have left, directly or not."""
+        """Returns the processes that this launcher's programs have left, directly or not."""
         found = []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
@@ -74,7 +75,7 @@ class Launcher:
 
 
 def free_port() -> int:
-    """For who must name a port before it is bound: outside of those that the kernel gives to connections and port 0."""
+    """Returns a port that can be named before it is bound: the kernel does not give it to connections or to port 0."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     others = [port for port in range(10000, 65536) if not first <= port <= last]
     while True:

@@ -173,7 +173,8 @@ __all__ = [
 if TYPE_CHECKING:
     from torch_overlap import device_mesh, flight_recorder, hooks, mesh, nn, objcol, tune
 
-# Loaded when they are first asked for: import torch_overlap costs what the communicator and the operators cost.
+# These modules are loaded on first access, so that `import torch_overlap` loads only the communicator and the
+# operators.
 _LAZY = frozenset({"device_mesh", "flight_recorder", "hooks", "mesh", "nn", "objcol", "tune"})
 
 

@@ -24,7 +24,8 @@ def main() -> None:
     if behind and (args.command != "bench" or any(word.startswith("-") for word in behind)):
         parser.error(f"unrecognized arguments: {' '.join(behind)}")
     if args.command == "bench":
-        args.what += behind  # argparse takes the words of a subcommand from one place: these are behind an option
+        # Argparse fills a positional list from one place only: this adds the words that follow an option.
+        args.what += behind
     runs = {"bench": cli.run, "plan": command.run, "tune": tune.run}
     if args.command in runs:
         try:

@@ -1,16 +1,17 @@
-"""torch.distributed's backend "torch_overlap": registered when torch_overlap is imported.
+"""Registers the torch.distributed backend "torch_overlap" when torch_overlap is imported.
 
 `init_process_group(backend="torch_overlap")`, per-device strings ("cpu:torch_overlap,cuda:nccl"), `new_group`,
-`split_group` and `init_device_mesh` then work as with a stock backend. What differs is said at BackendOptions, and:
+`split_group` and `init_device_mesh` then work as with a built-in backend. BackendOptions documents the differences,
+and:
 
 - Ranks exchange elements in their logical order, whatever the strides of each rank's tensors. A tensor whose memory has
   another order is copied before the operation, after it, or both.
-- A `send` or `recv` on GPUs outside of `batch_isend_irecv` has a communicator of its own for each direction between
-  two ranks and each tag, made by the first message without waiting for the other rank; a rank has 64 with tags at most.
-  Messages therefore match by tag, and in any order of issue. A message of a batch matches one of a batch on the other
-  rank, and a single one a single one. `recv` from any source works on the CPU only.
-- `torch.distributed.monitored_barrier` and `_set_pg_timeout` insist on torch's own backends; call the group's methods:
-  `group.monitored_barrier(timeout)`, `group.set_timeout(timeout)`.
+- A `send` or `recv` on GPUs outside of `batch_isend_irecv` uses a separate communicator for each direction between two
+  ranks and each tag. The first message creates it, without waiting for the other rank. A rank has at most 64 with tags.
+  Messages therefore match by tag, in any order of issue. A message of a batch matches a message of a batch on the other
+  rank, and a single message matches a single message. `recv` from any source works on the CPU only.
+- `torch.distributed.monitored_barrier` and `_set_pg_timeout` accept only torch's own backends. Call the group's methods
+  instead: `group.monitored_barrier(timeout)`, `group.set_timeout(timeout)`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BACKEND_NAME = "torch_overlap"
 
 
 def _make_group(c10d_options: Any, pg_options: Any) -> Any:
-    """What c10d calls for every new process group: one object for all its device types."""
+    """Creates the backend of a new process group, one object for all its device types. Called by c10d."""
     from torch_overlap import _tuning
     from torch_overlap._C import BackendOptions, InvalidTypeError, _BackendWrapper
     from torch_overlap._methods.arguments import describe
@@ -43,7 +44,7 @@ def _make_group(c10d_options: Any, pg_options: Any) -> Any:
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed. Does nothing in a torch without it, or a second time."""
+    """Registers the backend with torch.distributed. No-op in a torch without it, and on a second call."""
     import torch.distributed as dist
 
     if not dist.is_available() or BACKEND_NAME in dist.Backend.backend_list:

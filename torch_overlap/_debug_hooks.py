@@ -1,4 +1,4 @@
-"""Hooks that are ready to use: each has `register_with_comm(comm)`. See torch_overlap.hooks."""
+"""Ready-to-use hooks, each with `register_with_comm(comm)`. See torch_overlap.hooks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from torch_overlap._health import health
 
 
 class FlightRecorderHook:
-    """A flight recorder of chosen communicators.
+    """Flight recorder of chosen communicators.
 
     Args:
-        max_entries: how many calls it keeps, if it is isolated.
-        isolated: it has records of its own, of the communicators it is registered with, from then on. Else it shows
-            the recorder of the process (torch_overlap.flight_recorder), which has the calls of all.
+        max_entries: number of calls to keep, if isolated.
+        isolated: if True, keeps separate records of the communicators that it is registered with, from registration on.
+            Otherwise shows the recorder of the process (torch_overlap.flight_recorder), which has the calls of all
+            communicators.
     """
 
     def __init__(self, max_entries: int = 2048, isolated: bool = False) -> None:
@@ -44,40 +45,41 @@ class FlightRecorderHook:
         self._recorder = _FlightRecorder(max_entries) if isolated else _FlightRecorder.of_process()
 
     def register_with_comm(self, comm: TorchComm) -> RemovableHandle | None:
-        """Records the calls of `comm`. The process's recorder does anyway: then there is no handle to remove."""
+        """Records the calls of `comm`. Returns None if not isolated: the process's recorder records them anyway."""
         return self._recorder.attach(comm) if self._isolated else None
 
     def dump_json(self, include_completed: bool = True) -> str:
-        """As flight_recorder.dump_json()."""
+        """Returns the records as JSON, like flight_recorder.dump_json()."""
         return self._recorder.json(include_completed)
 
     def dump_file(self, rank: int, include_completed: bool = True) -> str:
-        """Writes what the analyzer reads to TORCHCOMM_FR_DUMP_TEMP_FILE and `rank`; returns the file's name."""
+        """Writes a dump for the analyzer to TORCHCOMM_FR_DUMP_TEMP_FILE followed by `rank`, and returns the file
+        name."""
         return self._recorder.dump_rank(rank, include_completed)
 
     def reset(self) -> None:
-        """Forgets all calls so far."""
+        """Removes all recorded calls."""
         self._recorder.reset()
 
     def is_enabled(self) -> bool:
-        """False if TORCHCOMM_FR_BUFFER_SIZE is 0 and it is not isolated."""
+        """Returns False if TORCHCOMM_FR_BUFFER_SIZE is 0 and the hook is not isolated."""
         return self._recorder.capacity > 0
 
     def size(self) -> int:
-        """The number of calls that it holds."""
+        """Returns the number of recorded calls."""
         return self._recorder.size()
 
 
 class clog:
-    """A structured log of calls: one JSON object a line, appended to a file.
+    """Structured log of calls, with one JSON object per line, appended to a file.
 
     Args:
-        output: the file. Several processes may share one: a line is never cut.
-        events: of "Q" (queued: issued, with all its arguments), "S" (started), "E" (ended, with state and duration),
-            "ALL", "NONE". Calls that a CUDA graph captures have a Q only.
+        output: the file. Several processes may share one: a line is written whole.
+        events: any of "Q" (queued: issued, with all its arguments), "S" (started), "E" (ended, with state and
+            duration), "ALL", "NONE". Calls that a CUDA graph captures have only a Q.
         verbose: "buffers" adds the addresses of the tensors to Q.
 
-    Lines carry "event", "time_ns", "comm", "rank", "id" (the same in all lines of one call) and "op".
+    Lines contain "event", "time_ns", "comm", "rank", "id" (the same in all lines of one call) and "op".
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class clog:
             if isinstance(given, str):
                 raise InvalidTypeError(f"clog: expected {what} as a list of strings, got '{given}'; write ['{given}']")
         self._log = _CallLog(os.fspath(output), list(events), list(verbose))
-        # The interpreter does not destroy objects of modules: what is not written yet must not be lost with it.
+        # The interpreter does not destroy objects of modules at exit: lines that are still buffered must be flushed.
         _open_logs.add(self)
 
     def register_with_comm(self, comm: TorchComm) -> RemovableHandle:
@@ -95,7 +97,7 @@ class clog:
         return self._log.attach(comm)
 
     def flush(self) -> None:
-        """Returns when all lines so far are in the file."""
+        """Blocks until all lines so far are in the file."""
         self._log.flush()
 
 
@@ -109,35 +111,36 @@ def _flush_logs() -> None:
 
 
 class HealthCheck:
-    """Says whether the process can still communicate; see torch_overlap.health."""
+    """Reports if the process can still communicate. See torch_overlap.health."""
 
     def __call__(self) -> dict[str, Any]:
         return health()
 
     def is_healthy(self) -> bool:
-        """Whether all communicators are active and no operation is late."""
+        """Returns True if all communicators are active and no operation is past its timeout."""
         return bool(health()["healthy"])
 
 
 class NanCheckHook:
-    """Raises where a NaN enters, or leaves, an operation.
+    """Raises if a NaN enters or leaves an operation.
 
     Args:
-        check_inputs: before an operation, the tensors that it reads. Nothing is sent if one has a NaN, so the other
-            ranks wait for this one until their timeout.
-        check_outputs: the tensors that it writes: of a synchronous operation when it is issued; of an async one at
-            the first operation, `check()` or finalize after it is done, so do not write to them before.
+        check_inputs: checks the tensors that an operation reads, before it is issued. If one has a NaN nothing is sent,
+            so the other ranks wait for this one until their timeout.
+        check_outputs: checks the tensors that an operation writes. For a synchronous operation this happens when it is
+            issued; for an async one, in the first operation, `check()` or finalize after its completion, so do not
+            write to them before.
 
-    The error names the operation, the communicator, the tensor and how many NaN it has. Each check reads the tensor
-    and, on a GPU, waits for the device: a tool for finding errors, not for production. In a CUDA graph capture values
-    cannot be looked at: there it raises UnsupportedError; remove the hook before the capture.
+    The error names the operation, the communicator, the tensor and the number of NaNs. Each check reads the tensor and,
+    on a GPU, waits for the device: this is a debugging tool, not for production. Values cannot be read during a CUDA
+    graph capture, so it raises UnsupportedError there; remove the hook before the capture.
     """
 
     def __init__(self, check_inputs: bool = True, check_outputs: bool = False) -> None:
         self._check_inputs = check_inputs
         self._check_outputs = check_outputs
         self._lock = threading.Lock()
-        self._issuing = threading.local()  # the operation between its pre- and its post-hook
+        self._issuing = threading.local()  # the operation between its pre-hook and its post-hook
         self._running: list[tuple[TorchWork, str, list[tuple[str, Tensor]]]] = []
 
     def register_with_comm(self, comm: TorchComm) -> list[RemovableHandle]:
@@ -154,8 +157,8 @@ class NanCheckHook:
                 self._issuing.operation = (op_id, where, args.async_op, outputs)
 
         def after(op_id: int, args: Any) -> None:
-            begun, where, async_op, outputs = getattr(self._issuing, "operation", (None, "", False, []))
-            if begun != op_id:
+            issued_ops, where, async_op, outputs = getattr(self._issuing, "operation", (None, "", False, []))
+            if issued_ops != op_id:
                 return
             del self._issuing.operation
             if args.error is not None:
@@ -172,7 +175,7 @@ class NanCheckHook:
         return handles
 
     def check(self, wait: bool = False) -> None:
-        """Checks the results of the async operations that are done; with `wait`, of all."""
+        """Checks the results of the async operations that have completed, or of all of them if `wait` is set."""
         with self._lock:
             running, self._running = self._running, []
         for index, (work, where, outputs) in enumerate(running):
@@ -191,7 +194,7 @@ class NanCheckHook:
 
 
 def _tensors_of(op: OpName, args: Any, rank: int) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-    """What an operation reads and what it writes on this rank, each with its name."""
+    """Returns the tensors that an operation reads and those that it writes on this rank, each with its name."""
     if op is OpName.batch_op_issue:
         named = [(f"ops[{i}].tensor", p2p) for i, p2p in enumerate(args.ops)]
         inputs = [(name, p2p.tensor) for name, p2p in named if p2p.type.name == "SEND"]

@@ -1,4 +1,4 @@
-"""Which algorithm a fused operator would take, and why."""
+"""Explains which algorithm a fused operator would select."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch_overlap import _C, ops
 
 __all__ = ["Explanation", "explain"]
 
-_PLAIN = ("auto", "sequential", "chunked")
-# Of operators that do not have all.
+_BASE_ALGORITHMS = ("auto", "sequential", "pipelined")
+# Operators that support only some of the algorithms.
 _ALGORITHMS = {
-    "scaled_all_gather_matmul": (*_PLAIN, "ring", "fused"),
-    "scaled_matmul_reduce_scatter": (*_PLAIN, "ring", "fused"),
-    "scaled_matmul_all_reduce": (*_PLAIN, "ring", "fused"),
-    "bulk_overlap_matmul": (*_PLAIN, "bulk"),
-    "all_to_all_matmul": (*_PLAIN, "ring"),
-    "matmul_all_to_all": (*_PLAIN, "ring"),
+    "scaled_all_gather_matmul": (*_BASE_ALGORITHMS, "p2p", "fused"),
+    "scaled_matmul_reduce_scatter": (*_BASE_ALGORITHMS, "p2p", "fused"),
+    "scaled_matmul_all_reduce": (*_BASE_ALGORITHMS, "p2p", "fused"),
+    "bulk_overlap_matmul": (*_BASE_ALGORITHMS, "bulk"),
+    "all_to_all_matmul": (*_BASE_ALGORITHMS, "p2p"),
+    "matmul_all_to_all": (*_BASE_ALGORITHMS, "p2p"),
 }
-# Which goes as another one.
-_AS = {"matmul_all_reduce_rms_norm": "matmul_all_reduce"}
+# Operators whose choice is that of another operator.
+_SAME_CHOICE_AS = {"matmul_all_reduce_rms_norm": "matmul_all_reduce"}
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `op` would do for the arguments: the algorithm, and why that one.
+    """The algorithm that `op` would select for the arguments, and the reason.
 
-    `decided_by`: "caller", "table" (shipped), "cache" (of `python -m torch_overlap tune`), or "rule" where nothing was
-    measured.
+    `decided_by`: "caller", "table" (shipped), "cache" (of `python -m torch_overlap tune`), or "rule" if no measurement
+    exists.
     """
 
     op: str
@@ -46,22 +46,25 @@ class Explanation:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """What `torch_overlap.ops.<op>(*args, **kwargs)` would do: its algorithm, and why that one.
+    """Returns the algorithm that `torch_overlap.ops.<op>(*args, **kwargs)` would select, and the reason.
 
-    Local: nothing is computed or sent, and tensors on the meta device will do. Until the first call has tried, ranks
-    are taken to reach each other's memory, to have a GPU each, and to have the same cache of measured algorithms.
+    Local: nothing is computed or sent, and tensors on the meta device are accepted. Until the first call has checked
+    it, ranks are assumed to have peer access to each other's memory, one GPU each, and the same cache of measured
+    algorithms.
 
     Args:
-        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm" (as
-            the one before), "bulk_overlap_matmul", "all_to_all_matmul", "matmul_all_to_all",
+        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm" (explained
+            as "matmul_all_reduce"), "bulk_overlap_matmul", "all_to_all_matmul", "matmul_all_to_all",
             "scaled_all_gather_matmul", "scaled_matmul_reduce_scatter" or "scaled_matmul_all_reduce".
+        args: positional arguments of the operator.
+        kwargs: keyword arguments of the operator.
 
     Raises:
-        InvalidValueError: `op` is another one, or does not know the algorithm.
-        UnsupportedError: the algorithm that the arguments ask for cannot be.
+        InvalidValueError: `op` is not one of these, or does not have the requested algorithm.
+        UnsupportedError: the requested algorithm cannot run.
     """
-    if op not in _EXPLAINED:
-        raise _C.InvalidValueError(f"explain: expected op to be one of {', '.join(_EXPLAINED)}, got {op!r}")
+    if op not in _PROBLEM_OF_OP:
+        raise _C.InvalidValueError(f"explain: expected op to be one of {', '.join(_PROBLEM_OF_OP)}, got {op!r}")
     bound = inspect.signature(getattr(ops, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -71,12 +74,14 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     if op != "bulk_overlap_matmul" and algorithm == "bulk":
         why = "bulk hides the communication of gradients, and a forward pass has none"
         return Explanation(op, "sequential", why, "caller")
-    taken, why, by = _C._explain_algorithm(_AS.get(op, op), algorithm, given["comm"], **_EXPLAINED[op](given))
-    if op in _AS and taken == "direct" and algorithm == "auto":
+    taken, why, by = _C._explain_algorithm(
+        _SAME_CHOICE_AS.get(op, op), algorithm, given["comm"], **_PROBLEM_OF_OP[op](given)
+    )
+    if op in _SAME_CHOICE_AS and taken == "low_latency" and algorithm == "auto":
         why = "what was measured as the quickest is the sum without the norm, which this has in its kernel"
         return Explanation(op, "sequential", why)
-    if op == "bulk_overlap_matmul" and taken == "ring":
-        taken = "bulk"  # its one way over shared memory
+    if op == "bulk_overlap_matmul" and taken == "p2p":
+        taken = "bulk"  # the only algorithm that uses symmetric memory
     return Explanation(op, taken, why, by)
 
 
@@ -85,7 +90,7 @@ def _rows(x: Tensor) -> int:
 
 
 def _local(given: dict[str, Any], features: int, weight: Tensor) -> dict[str, Any]:
-    """This rank's product, of operators with fused kernels."""
+    """Returns the shape of this rank's product, for operators with fused kernels."""
     return {"local_shape": (0, features, given["x"].shape[-1])} | _scaled(given, weight)
 
 
@@ -103,7 +108,7 @@ def _gather(given: dict[str, Any]) -> dict[str, Any]:
         "shape": (_rows(x) * size, features * size, x.shape[-1]),
         "chunk_rows": _rows(x),
         "gather_bytes": x.nbytes * size,
-        "direct_bytes": None if "out_dtype" in given else 0,
+        "low_latency_bytes": None if "out_dtype" in given else 0,
     } | _local(given, features, given["weights"][0])
 
 
@@ -115,7 +120,7 @@ def _scatter(given: dict[str, Any]) -> dict[str, Any]:
         "shape": (_rows(x), features, x.shape[-1] * size),
         "chunk_rows": _rows(x) // size,
         "scatter_bytes": 2 * _rows(x) * features * dtype.itemsize,
-        "direct_bytes": None if "out_dtype" in given else _rows(x) * features * dtype.itemsize,
+        "low_latency_bytes": None if "out_dtype" in given else _rows(x) * features * dtype.itemsize,
     } | _local(given, features, given["weight"])
 
 
@@ -155,17 +160,18 @@ def _bulk(given: dict[str, Any]) -> dict[str, Any]:
     problem = {"dtype": x.dtype, "shape": (0, 0, 0), "chunk_rows": _rows(x)}
     if given["collective"] == "all_gather":
         return problem | {"gather_bytes": other.nbytes * size}
-    is_summed = other.dtype in _SUMMED
-    if given["algorithm"] == "bulk" and not is_summed:
+    is_reducible = other.dtype in _REDUCIBLE_DTYPES
+    if given["algorithm"] == "bulk" and not is_reducible:
         raise _C.UnsupportedError(
             "bulk_overlap_matmul: expected other of dtype float64, float32, float16 or bfloat16 for algorithm 'bulk', "
-            f"got {other.dtype}; use 'chunked'"
+            f"got {other.dtype}; use 'pipelined'"
         )
-    return problem | {"scatter_bytes": other.nbytes, "prefers_channels": is_summed}
+    return problem | {"scatter_bytes": other.nbytes, "prefers_channels": is_reducible}
 
 
-_SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # over shared memory
-_EXPLAINED = {
+# Dtypes that symmetric memory supports.
+_REDUCIBLE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_PROBLEM_OF_OP = {
     "all_gather_matmul": _gather,
     "matmul_reduce_scatter": _scatter,
     "matmul_all_reduce": _all_reduce,

@@ -1,3 +1,3 @@
-"""The compiled products, under a name of their own; their types are in _gemm.pyi."""
+"""The compiled products under a module name of their own. Their types are in _gemm.pyi."""
 
 from torch_overlap._C._gemm import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Gives the C++ gloo backend its c10d ProcessGroupGloo, which the torch wheel lets only Python make."""
+"""Creates c10d's ProcessGroupGloo for the C++ gloo backend; the torch wheel exports its constructor to Python only."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch_overlap import _C
 
 
 def make_gloo(store: Any, rank: int, size: int, timeout: timedelta, hostname: str | None, interface: str | None) -> Any:
-    """A c10d gloo Backend that listens on `hostname` or `interface` (at most one of them), else on gloo's choice."""
+    """Returns a c10d gloo Backend that listens on `hostname` or `interface` (at most one), or else on gloo's
+    default."""
     begin = time.monotonic()
     try:
         return _connect(store, rank, size, timeout, hostname, interface)
-    except RuntimeError as error:  # also c10d's own, for which nobody who catches ours looks
+    except RuntimeError as error:  # includes c10d's own errors, which callers that catch torch_overlap.Error would miss
         seconds = timeout.total_seconds()
         kind = _C.OperationTimeoutError if time.monotonic() - begin >= seconds else _C.Error
         text = str(error).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Loads libtorch_overlap.so, and says clearly when this installation does not fit the torch that is running."""
+"""Loads libtorch_overlap.so, with a clear error if this installation does not match the running torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import warnings
 from pathlib import Path
 
 LIBRARY = Path(__file__).parent / "libtorch_overlap.so"
-# The versions of torch that the tests have run with.
+# Versions of torch that the tests run with.
 TESTED_TORCH = ("2.11",)
 
 
 def load_library() -> None:
-    """Loads the operators and the core, after `import torch` has loaded all that they link to.
+    """Loads the operators and the core. `import torch` must have loaded the libraries that they link to.
 
     Raises:
-        ImportError: it is not built, or built for another torch.
+        ImportError: the library is not built, or is built for another torch.
     """
     import torch
 
@@ -37,9 +37,9 @@ def load_library() -> None:
 
 
 def check_version(built_torch: str, built_cuda: str, torch_version: str, torch_cuda: str | None) -> None:
-    """Refuses another torch than the one built for: C++ types differ between its versions without notice.
+    """Raises ImportError if torch is not the version of the build: C++ types change between versions without notice.
 
-    A build without CUDA (`built_cuda` empty) takes the torch of its version for any CUDA, or none.
+    A build without CUDA (`built_cuda` empty) accepts its torch version with any CUDA, or none.
     """
     if built_torch.partition("+")[0] != str(torch_version).partition("+")[0]:
         raise ImportError(
@@ -54,7 +54,7 @@ def check_version(built_torch: str, built_cuda: str, torch_version: str, torch_c
 
 
 def warn_of_untested(torch_version: str) -> None:
-    """One UserWarning for a version of torch that the tests have not run with; a warnings filter silences it."""
+    """Issues one UserWarning if the tests have not run with this version of torch. A warnings filter silences it."""
     if not any(str(torch_version).startswith(f"{tested}.") for tested in TESTED_TORCH):
         warnings.warn(
             f"torch_overlap: expected torch {' or '.join(TESTED_TORCH)}, which it was tested with, got torch "

@@ -1,4 +1,4 @@
-"""States of optimizers as torch.distributed.checkpoint.state_dict has them, of whose parts other tensors are made."""
+"""Optimizer states of torch.distributed.checkpoint.state_dict, with their tensors converted for sharded parameters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Convert = Callable[[str, Any], Tensor]  # what it is, and the tensor
+Convert = Callable[[str, Any], Tensor]  # arguments: the name of the state, and the tensor
 
 
 def _own(module: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state, complete also before the first step, and the parameters by their names in it."""
+    """Returns the state, complete even before the first step, and the parameters by their names in it."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     state: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
@@ -22,7 +22,7 @@ def _own(module: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[
 
 
 def _is_part(who: str, value: object, parameter: Tensor) -> bool:
-    """Whether it is cut like the parameter; else it is the same on all ranks."""
+    """Returns True if the state is sharded like the parameter; otherwise it is the same on all ranks."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return False
     if value.shape != parameter.shape and value.numel() != 1:
@@ -32,7 +32,7 @@ def _is_part(who: str, value: object, parameter: Tensor) -> bool:
 
 
 def sharded(module: nn.Module, optimizer: Optimizer, wrap: Mapping[int, Convert]) -> dict[str, Any]:
-    """The state, with `wrap` of the parameter's id applied to what is cut like it."""
+    """Returns the state, with `wrap` of the parameter's id applied to the tensors that are sharded like it."""
     state, parameters = _own(module, optimizer)
     for name, values in state["state"].items():
         if convert := wrap.get(id(parameters[name])):
@@ -45,7 +45,7 @@ def sharded(module: nn.Module, optimizer: Optimizer, wrap: Mapping[int, Convert]
 
 
 def load(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], unwrap: Mapping[int, Convert]) -> None:
-    """The way back of `sharded`."""
+    """Loads a state that `sharded` returned, with `unwrap` of the parameter's id applied to its sharded tensors."""
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     own, parameters = _own(module, optimizer)

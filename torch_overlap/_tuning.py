@@ -1,4 +1,4 @@
-"""Measured algorithms for "auto": the table that is shipped, and this machine's cache. See torch_overlap.tune."""
+"""Measured algorithms for "auto": the shipped table, and this machine's cache. See torch_overlap.tune."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch_overlap import _C
 Entry = dict[str, Any]
 
 TABLES = Path(__file__).parent / "tables"
-FORMAT = 2
+FORMAT = 3  # counts up with every change of the file's fields or of the algorithms' names
 MODES = ("eager", "graph")
-# The version of the kernels that algorithms run. Counts up with every change of a kernel, or of how one is launched,
-# that can change which algorithm is the quickest; measurements of an older version are then outdated.
+# Version of the kernels that the algorithms run. Increment it with every change of a kernel, or of its launch, that can
+# change which algorithm is fastest. Measurements of an older version are then outdated.
 KERNELS = 2
-# GPUs of one architecture: an outdated entry of one gives way to a current one of another.
-_SIBLINGS = (("NVIDIA H100 80GB HBM3", "NVIDIA H200"),)
+# GPUs of the same architecture. A current entry of one replaces an outdated entry of another.
+_EQUIVALENT_DEVICES = (("NVIDIA H100 80GB HBM3", "NVIDIA H200"),)
 
 _lock = threading.Lock()
 _is_loaded = False
@@ -45,7 +45,7 @@ def key(entry: Entry) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> list[Entry]:
-    """The entries of a file. ValueError, naming the file, for one that holds something else."""
+    """Returns the entries of a file. Raises a ValueError that names the file if its content is invalid."""
     try:
         content = json.loads(Path(path).read_text())
         if content["format"] != FORMAT:
@@ -65,19 +65,19 @@ def chosen(entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def shipped() -> list[Entry]:
-    """The entries of the tables that come with the package."""
+    """Returns the entries of the shipped tables."""
     return [entry for path in sorted(TABLES.glob("*.json")) for entry in read(path)]
 
 
 def current(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries that were measured with the kernels of today.
+    """Returns the entries that were measured with the current kernels.
 
-    An outdated one is replaced by what another GPU of its architecture has for the same problem; without such an entry
-    it is left out, and "auto" takes what its rule says.
+    An outdated entry is replaced by a current one of another GPU of the same architecture for the same problem. Without
+    such an entry it is dropped, and "auto" follows its rule.
     """
     by_key = {key(entry): entry for entry in entries if is_current(entry)}
     for entry in entries:
-        for devices in _SIBLINGS:
+        for devices in _EQUIVALENT_DEVICES:
             if is_current(entry) or entry["device"] not in devices:
                 continue
             others = (by_key.get(key(entry | {"device": device})) for device in devices)
@@ -87,9 +87,9 @@ def current(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def load() -> None:
-    """Reads the table and the cache again. A file that cannot be read is left out, with a warning.
+    """Reads the table and the cache again. An unreadable file is skipped, with a warning.
 
-    Communicators whose ranks have agreed on a cache already, at their first "auto", keep it.
+    Communicators whose ranks have already agreed on a cache, at their first "auto", keep it.
     """
     global _is_loaded
     _is_loaded = True
@@ -105,7 +105,7 @@ def load() -> None:
 
 
 def load_once() -> None:
-    """load(), before the first communicator of the process is made."""
+    """Calls load() once, before the first communicator of the process is made."""
     with _lock:
         if not _is_loaded:
             load()

@@ -21,12 +21,12 @@ from torch_overlap._methods.arguments import checked_first
 
 __all__ = ["ENTRY_POINT_GROUP", "Timeout", "TorchCommBackend", "is_backend_built", "new_comm", "register_backend"]
 
-# Packages that bring a backend name a function in this group; loading it registers the backend.
+# A package with a backend names a function in this entry point group; loading it registers the backend.
 ENTRY_POINT_GROUP = "torch_overlap.backends"
 
 
 class Timeout(timedelta):
-    """A timedelta under a name of our own: what every timeout= takes."""
+    """A timedelta under our own name, accepted by every timeout=."""
 
 
 @checked_first
@@ -49,25 +49,25 @@ def new_comm(
 
     Args:
         backend: "nccl" (also "ncclx"), "gloo", "local" (ranks are threads), "fake" (no peers), or a registered one.
-        device: where tensors will be. A device without an index is that of the local rank, and becomes current.
+        device: the device of the tensors. A device without an index is that of the local rank, and becomes current.
         name: unique among the live communicators of the process; operators find theirs by it. Generated if None:
             ranks that make their communicators in the same order get the same names.
-        timeout: how long an operation may take. Default: TORCHCOMM_TIMEOUT_SECONDS, else 600 s.
-        hints: strings for the backend, e.g. {"is_high_priority_stream": "true"}. Unknown ones are named in a warning.
-        store: where the ranks meet. Without one: torchrun's, or a TCPStore at MASTER_ADDR:MASTER_PORT.
-        abort_process_on_timeout_or_error: whether a timeout or an asynchronous error ends the process (a hung rank
+        timeout: of an operation. Default: TORCHCOMM_TIMEOUT_SECONDS, else 600 s.
+        hints: strings for the backend, e.g. {"is_high_priority_stream": "true"}. A warning names unknown ones.
+        store: for the rendezvous of the ranks. Default: torchrun's, or a TCPStore at MASTER_ADDR:MASTER_PORT.
+        abort_process_on_timeout_or_error: if True, a timeout or an asynchronous error ends the process (a hung rank
             cannot raise). Default: False with enable_reconfigure, else TORCHCOMM_ABORT_ON_ERROR, else True.
-        is_high_priority_stream: asynchronous operations run on a CUDA stream of high priority.
-        enable_reconfigure: TorchComm.reconfigure() may give the communicator other members. A process that joins
-            one makes its own end with rank=0, size=1 and the others' name and store.
-        options: all of these in one object. Arguments win over it, and it wins over the environment.
-        rank, size: given together, instead of the environment's (ranks that are threads need that). A process that no
-            launcher has started is rank 0 of 1 with "fake" and with backends written in Python.
+        is_high_priority_stream: if True, asynchronous operations run on a CUDA stream of high priority.
+        enable_reconfigure: if True, TorchComm.reconfigure() may change the members of the communicator. A process that
+            joins one makes its own communicator with rank=0, size=1 and the others' name and store.
+        options: all of these in one object. Arguments override it, and it overrides the environment.
+        rank, size: given together, override the environment's (required if ranks are threads). A process without a
+            launcher is rank 0 of 1 with "fake" and with backends written in Python.
 
     Raises:
         ModuleNotFoundError: there is no such backend.
-        InvalidValueError, InvalidTypeError: an argument is wrong; or the ranks' arguments differ, on every rank.
-        OperationTimeoutError: another rank did not come.
+        InvalidValueError, InvalidTypeError: an argument is invalid; or, on every rank, the ranks' arguments differ.
+        OperationTimeoutError: another rank did not arrive.
         StateError: a CUDA graph captures the current stream.
     """
     where = _device(device)
@@ -79,7 +79,7 @@ def new_comm(
     if hints is not None:
         merged.hints = {**merged.hints, **hints}
         if any(key in hints for key in _PRIORITY_HINTS):
-            merged.is_high_priority_stream = None  # the hint says so, over the object's field
+            merged.is_high_priority_stream = None  # the hint has the value and overrides the object's field
     if store is not None:
         merged.store = store
     if abort_process_on_timeout_or_error is not None:
@@ -88,7 +88,7 @@ def new_comm(
         merged.is_high_priority_stream = is_high_priority_stream
     if enable_reconfigure is not None:
         merged.enable_reconfigure = enable_reconfigure
-    if rank is None and size is None and backend.lower() in _ALONE and _C._env.launcher() is None:
+    if rank is None and size is None and backend.lower() in _SINGLE_PROCESS_BACKENDS and _C._env.launcher() is None:
         rank, size = 0, 1
         if merged.store is None and _C._env.master_addr() is None:
             merged.store = HashStore()
@@ -96,8 +96,8 @@ def new_comm(
     return _C._new_comm(backend, where, name, merged, rank, size)
 
 
-# Backends that need no launcher: rank and size are 0 and 1 where none has set them. Those written in Python are added.
-_ALONE = {"fake"}
+# Backends that need no launcher: rank and size default to 0 and 1. Backends written in Python are added.
+_SINGLE_PROCESS_BACKENDS = {"fake"}
 _PRIORITY_HINTS = ("is_high_priority_stream", "torchcomm::ncclx::high_priority_stream")
 
 
@@ -119,15 +119,15 @@ copyreg.pickle(TorchComm, _refuse_to_pickle)
 
 
 def is_backend_built(name: str) -> bool:
-    """Whether `new_comm` knows the backend now, without looking for packages that bring it."""
+    """Returns True if `new_comm` knows the backend now, without searching packages for it."""
     return name.lower() in built_backends()
 
 
 def _load_backend(name: str) -> None:
-    """Loads the package that brings the backend, by its entry point.
+    """Loads the package that provides the backend, by its entry point.
 
     Raises:
-        ModuleNotFoundError: no package does.
+        ModuleNotFoundError: no package provides it.
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
         register = entry.load()
@@ -148,37 +148,39 @@ def _load_backend(name: str) -> None:
 class TorchCommBackend:
     """Base of backends written in Python: `register_backend("mine", Mine)`, then `new_comm("mine", ...)`.
 
-    One object for each communicator, made without arguments; `rank` and `size` are set before init(). A split makes
+    Each communicator has one object, made without arguments; `rank` and `size` are set before init(). A split makes
     another object.
 
-    Operations come validated and with positional arguments. Tensors are contiguous, of one dtype and on the device of
-    init(); those in lists may be flat views of the caller's. `async_op` False: the caller counts on the result when the
-    method has returned, on CUDA for what follows on the current stream. True: it may be there only after wait().
+    Operations are validated before the call, and arguments are positional. Tensors are contiguous, of one dtype and on
+    the device of init(); those in lists may be flat views of the caller's. With `async_op` False the result must be
+    ready when the method returns, on CUDA for subsequent work on the current stream. With True it need only be ready
+    after wait().
 
-    Each returns None when it is done, or an object with wait() (and, if it can tell, is_completed()). wait() may take a
-    timeout (a timedelta): when that runs out it raises TimeoutError or returns False. Where it takes none,
-    TorchWork.wait(timeout) asks is_completed() until then. What an operation or wait() raises is what the user sees.
+    Each operation returns None if it has completed, or an object with wait() (and, optionally, is_completed()). wait()
+    may take a timeout (a timedelta): on expiry it raises TimeoutError or returns False. If it takes none,
+    TorchWork.wait(timeout) polls is_completed() until the deadline. Exceptions of an operation or of wait() reach the
+    user.
 
     Threads: an operation is called by the thread that issues it, wait() by the one that waits, both with the GIL.
     Several threads may issue; nothing but the GIL orders them.
 
-    An operation that a class does not define raises UnsupportedError, which says so. Below, n is `size`.
+    An operation that a class does not define raises UnsupportedError with its name. Below, n is `size`.
     """
 
     rank: int
     size: int
 
     def init(self, device: torch.device, name: str, options: CommOptions) -> None:
-        """Starts. `options.store` is this communicator's alone."""
+        """Initializes the backend. `options.store` belongs to this communicator only."""
 
     def finalize(self) -> None:
-        """Collective. No operation is under way."""
+        """Finalizes the backend. Collective. No operation is in flight."""
 
     def abort(self) -> None:
-        """Ends everything at once, on this rank."""
+        """Ends all operations immediately, on this rank."""
 
     def get_backend_version(self) -> str:
-        """What TorchComm.get_backend_version() returns."""
+        """Returns the version for TorchComm.get_backend_version()."""
         return "0"
 
     def _unsupported(self, op: str) -> Any:
@@ -191,35 +193,41 @@ class TorchCommBackend:
         return self._unsupported("send")
 
     def recv(self, tensor: torch.Tensor, src: int, async_op: bool) -> Any:
-        """`tensor`, of any shape, becomes what rank `src` sends: as many elements of the same dtype."""
+        """Receives `tensor`, of any shape, from rank `src`, which sends the same number of elements and the same
+        dtype."""
         return self._unsupported("recv")
 
     def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Any:
-        """`tensor`, of as many elements on every rank, becomes that of `root`."""
+        """Copies the `tensor` of `root` to all ranks. All have the same number of elements."""
         return self._unsupported("broadcast")
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Any:
-        """`tensor`, of as many elements on every rank, becomes the reduction of all, in place."""
+        """Reduces `tensor` over all ranks, in place. All have the same number of elements."""
         return self._unsupported("all_reduce")
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, async_op: bool) -> Any:
-        """`tensor` of rank `root` becomes the reduction of all, in place; that of the others stays as it is."""
+        """Reduces `tensor` over all ranks into that of rank `root`, in place. The other ranks' tensors must not
+        change."""
         return self._unsupported("reduce")
 
     def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Any:
-        """tensor_list[r] becomes the `tensor` of rank r: n tensors, each of as many elements as `tensor`."""
+        """Copies the `tensor` of rank r into tensor_list[r]. The list has n tensors, each with as many elements as
+        `tensor`."""
         return self._unsupported("all_gather")
 
     def all_gather_v(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Any:
-        """tensor_list[r] becomes the `tensor` of rank r, whose number of elements it has; they may differ by rank."""
+        """Copies the `tensor` of rank r into tensor_list[r], which has the same number of elements. They may differ by
+        rank."""
         return self._unsupported("all_gather_v")
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Any:
-        """The r-th of n equal pieces of `output` becomes the `input` of rank r. output.numel() == n * input.numel()."""
+        """Copies the `input` of rank r into piece r of n equal pieces of `output`. output.numel() == n *
+        input.numel()."""
         return self._unsupported("all_gather_single")
 
     def reduce_scatter(self, output: torch.Tensor, input_list: list[torch.Tensor], op: ReduceOp, async_op: bool) -> Any:
-        """`output` becomes the reduction of all ranks' input_list[rank]: n tensors of as many elements as `output`."""
+        """Reduces all ranks' input_list[rank] into `output`. The list has n tensors, each with as many elements as
+        `output`."""
         return self._unsupported("reduce_scatter")
 
     def reduce_scatter_v(
@@ -229,15 +237,16 @@ class TorchCommBackend:
         return self._unsupported("reduce_scatter_v")
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, async_op: bool) -> Any:
-        """`output` becomes the reduction of the pieces of this rank's number of all `input`, each n equal pieces."""
+        """Reduces piece `rank` of all ranks' `input`, each of n equal pieces, into `output`."""
         return self._unsupported("reduce_scatter_single")
 
     def all_to_all(self, output_list: list[torch.Tensor], input_list: list[torch.Tensor], async_op: bool) -> Any:
-        """output_list[r] becomes the input_list[rank] of rank r: n tensors each, whose sizes may differ by pair."""
+        """Copies the input_list[rank] of rank r into output_list[r]. Both have n tensors, whose sizes may differ by
+        pair."""
         return self._unsupported("all_to_all")
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Any:
-        """The r-th of n equal pieces of `output` becomes the piece of rank r's `input` of this rank's number."""
+        """Copies piece `rank` of rank r's `input` into piece r of n equal pieces of `output`."""
         return self._unsupported("all_to_all_single")
 
     def all_to_all_v_single(
@@ -248,30 +257,35 @@ class TorchCommBackend:
         input_split_sizes: list[int],
         async_op: bool,
     ) -> Any:
-        """Slices of dimension 0: output_split_sizes[r] of `output` become what rank r's `input` has for this rank.
+        """all_to_all_single with pieces of different sizes, in slices of dimension 0.
 
-        input_split_sizes[r] of `input` go to rank r. Both lists have n numbers, whose sum is the size of dimension 0.
+        input_split_sizes[r] slices of `input` go to rank r, and output_split_sizes[r] slices of `output` are received
+        from it. Both lists have n numbers, whose sum is the size of dimension 0.
         """
         return self._unsupported("all_to_all_v_single")
 
     def barrier(self, async_op: bool) -> Any:
-        """Ends when all ranks have come."""
+        """Blocks until all ranks have entered."""
         return self._unsupported("barrier")
 
     def scatter(self, output: torch.Tensor, input_list: list[torch.Tensor], root: int, async_op: bool) -> Any:
-        """`output` becomes input_list[rank] of rank `root`: n tensors like `output` there, an empty list elsewhere."""
+        """Copies input_list[rank] of rank `root` into `output`. The list has n tensors like `output` there, and is
+        empty elsewhere."""
         return self._unsupported("scatter")
 
     def gather(self, output_list: list[torch.Tensor], input: torch.Tensor, root: int, async_op: bool) -> Any:
-        """output_list[r] of rank `root` becomes the `input` of rank r: n tensors like `input` there, [] elsewhere."""
+        """Copies the `input` of rank r into output_list[r] of rank `root`. The list has n tensors like `input` there,
+        and is [] elsewhere."""
         return self._unsupported("gather")
 
     def gather_single(self, output: torch.Tensor | None, input: torch.Tensor, root: int, async_op: bool) -> Any:
-        """The r-th of n equal pieces of the `output` of rank `root` becomes the `input` of rank r; None elsewhere."""
+        """Copies the `input` of rank r into piece r of n equal pieces of the `output` of rank `root`. `output` is None
+        elsewhere."""
         return self._unsupported("gather_single")
 
     def batch_op_issue(self, ops: list[P2POp], async_op: bool) -> Any:
-        """By default one after the other: enough for a backend whose sends do not wait for their receives."""
+        """Issues the operations one after the other. This default suffices if the backend's sends do not wait for their
+        receives."""
         works = [
             self.send(op.tensor, op.peer, async_op)
             if op.type is _C.P2POpType.SEND
@@ -279,10 +293,10 @@ class TorchCommBackend:
             for op in ops
         ]
         pending = [work for work in works if work is not None]
-        return _AllOf(pending) if pending else None
+        return _WorkGroup(pending) if pending else None
 
 
-class _AllOf:
+class _WorkGroup:
     """Several works as one."""
 
     def __init__(self, works: list[Any]) -> None:
@@ -294,7 +308,7 @@ class _AllOf:
             if deadline is None:
                 work.wait()
             else:
-                _wait_within(work, timedelta(seconds=max(0.0, deadline - time.monotonic())))
+                _wait_with_timeout(work, timedelta(seconds=max(0.0, deadline - time.monotonic())))
 
     def is_completed(self) -> bool:
         return all(hasattr(work, "is_completed") and work.is_completed() for work in self._works)
@@ -305,18 +319,18 @@ def _takes_timeout(wait: Any) -> bool:
         inspect.signature(wait).bind(timedelta())
     except TypeError:
         return False
-    except ValueError:  # written in C, and does not say
+    except ValueError:  # a function written in C without a signature
         return True
     return True
 
 
-def _wait_within(work: Any, timeout: timedelta) -> None:
-    """Waits for what a Python backend returned, for `timeout` at most.
+def _wait_with_timeout(work: Any, timeout: timedelta) -> None:
+    """Waits for the work of a Python backend, for at most `timeout`.
 
     Raises:
-        TimeoutError: the operation goes on.
-        UnsupportedError: the object cannot do it.
-        Whatever its wait() raises.
+        TimeoutError: the operation is still in flight.
+        UnsupportedError: the object cannot wait with a timeout.
+        Exception: any exception of its wait().
     """
     if _takes_timeout(work.wait):
         timed_out = work.wait(timeout) is False
@@ -342,20 +356,20 @@ def _wait_within(work: Any, timeout: timedelta) -> None:
 
 
 def register_backend(name: str, backend_class: type[TorchCommBackend]) -> None:
-    """Makes a Python class a backend of `new_comm`. A name that is taken is replaced for later communicators.
+    """Registers a Python class as a backend of `new_comm`. A name in use is replaced for later communicators.
 
     Raises:
-        InvalidTypeError: it does not derive from TorchCommBackend.
+        InvalidTypeError: the class does not derive from TorchCommBackend.
     """
     if not (isinstance(backend_class, type) and issubclass(backend_class, TorchCommBackend)):
         raise _C.InvalidTypeError(f"register_backend: expected a subclass of TorchCommBackend, got {backend_class!r}")
     _C._register_backend(name, backend_class)
-    _ALONE.add(name.lower())
+    _SINGLE_PROCESS_BACKENDS.add(name.lower())
 
 
 @atexit.register
-def _abort_what_is_left() -> None:
-    """Python's threads are gone after this: no communicator's may be left."""
+def _abort_live_comms() -> None:
+    """Aborts the communicators that are still alive at exit: Python's threads end after this, so none may remain."""
     left = _C._abort_all()
     if left:
         warnings.warn(

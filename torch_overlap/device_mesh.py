@@ -1,4 +1,4 @@
-"""DeviceMesh over communicators that exist already."""
+"""DeviceMesh over existing communicators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_overlap._c10d import BACKEND_NAME
 
 __all__ = ["init_device_mesh"]
 
-# The communicator of each group that was made here.
+# Communicator of each group that was made here.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchComm] = weakref.WeakKeyDictionary()
 
 
@@ -26,18 +26,23 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str],
     _global_comm: TorchComm | None = None,
 ) -> DeviceMesh:
-    """A DeviceMesh whose dimension i communicates through `mesh_dim_comms[i]`, outermost dimension first.
+    """Returns a DeviceMesh whose dimension i communicates through `mesh_dim_comms[i]`, outermost dimension first.
 
-    The ranks of the mesh are those of `_global_comm`, laid out row by row: along dimension i, this rank is rank
-    `mesh_dim_comms[i].get_rank()`. `_global_comm` is needed when there are several dimensions; it becomes
+    The ranks of the mesh are those of `_global_comm`, in row-major order: along dimension i, this rank is rank
+    `mesh_dim_comms[i].get_rank()`. `_global_comm` is required if there are several dimensions; it becomes
     torch.distributed's default process group, unless that exists and has the same rank and size.
 
-    The process groups use the communicators, they make no new ones. The group of a dimension has the dimension's name,
-    or the communicator's where another group has that name. `torch.distributed.destroy_process_group()` takes
-    them away and finalizes the communicators. One rank a process: not for ranks that are threads.
+    The process groups use the given communicators. The group of a dimension has the dimension's name, or the
+    communicator's if another group has that name. `torch.distributed.destroy_process_group()` removes the groups and
+    finalizes the communicators. Requires one rank per process: ranks must not be threads.
+
+    Args:
+        mesh_dim_comms: one communicator per dimension.
+        mesh_dim_names: one name per dimension.
+        _global_comm: the communicator of all ranks of the mesh.
 
     Raises:
-        InvalidValueError: names, sizes, devices or ranks do not fit. Nothing is registered then.
+        InvalidValueError: names, sizes, devices or ranks do not match. Nothing is registered then.
     """
     comms, names = list(mesh_dim_comms), tuple(mesh_dim_names)
     world = _global_comm if _global_comm is not None or len(comms) != 1 else comms[0]
@@ -100,9 +105,9 @@ def _set_default_group(world: TorchComm) -> None:
 
 
 def _process_group(comm: TorchComm, name: str, ranks: list[int], description: str) -> dist.ProcessGroup:
-    """The process group over `comm`, which is registered as c10d registers its own; the same one for a second call.
+    """Returns the process group over `comm`, registered as c10d registers its own. A second call returns the same one.
 
-    A name that another group has gives way to the communicator's, which is unique.
+    If another group has the name, the group gets the communicator's name, which is unique.
     """
     world = c10d._world
     for group, its_comm in _groups.items():

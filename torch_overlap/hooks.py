@@ -1,13 +1,13 @@
-"""What hooks are given: one class an operation, with the operation's arguments.
+"""Arguments of hooks: one class per operation, with the operation's arguments.
 
     def show(name: OpName, op_id: int, args: PreHookArgs) -> None: ...
     handle = comm.register_pre_hook(show)
 
-Ready to use: `FlightRecorderHook`, `NanCheckHook`, `clog` and `HealthCheck`; each but the last has
+Ready to use: `FlightRecorderHook`, `NanCheckHook`, `clog` and `HealthCheck`; all but the last have
 `register_with_comm(comm)`.
 
-Tensors are the ones that the operation reads and writes (of lists and pieces: views of them), so a hook may look at
-values before an operation, but keeps none longer than it must.
+Tensors are those that the operation reads and writes (views of them, for lists and pieces). A hook may therefore read
+values before an operation, but should not keep the tensors.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ __all__ = [
     "clog",
 ]
 
-# One class an operation: its fields are its arguments.
+# One class per operation: its fields are the operation's arguments.
 
 
 @dataclass(frozen=True)
 class SendPreHookArgs:
-    """`tensor` goes to rank `peer`."""
+    """Sends `tensor` to rank `peer`."""
 
     tensor: Tensor
     peer: int
@@ -74,7 +74,7 @@ class SendPreHookArgs:
 
 @dataclass(frozen=True)
 class RecvPreHookArgs:
-    """`tensor` becomes what rank `peer` sends."""
+    """Receives `tensor` from rank `peer`."""
 
     tensor: Tensor
     peer: int
@@ -83,7 +83,7 @@ class RecvPreHookArgs:
 
 @dataclass(frozen=True)
 class BroadcastPreHookArgs:
-    """`tensor` becomes that of rank `root`."""
+    """Copies the `tensor` of rank `root` to all ranks."""
 
     tensor: Tensor
     root: int
@@ -92,7 +92,7 @@ class BroadcastPreHookArgs:
 
 @dataclass(frozen=True)
 class AllReducePreHookArgs:
-    """`tensor` becomes the reduction of all."""
+    """Reduces `tensor` over all ranks."""
 
     tensor: Tensor
     op: ReduceOp
@@ -115,7 +115,7 @@ class AllReduceRmsNormPreHookArgs:
 
 @dataclass(frozen=True)
 class ReducePreHookArgs:
-    """`tensor` of rank `root` becomes the reduction of all."""
+    """Reduces `tensor` over all ranks into that of rank `root`."""
 
     tensor: Tensor
     root: int
@@ -125,7 +125,7 @@ class ReducePreHookArgs:
 
 @dataclass(frozen=True)
 class AllGatherPreHookArgs:
-    """output[r] becomes the `input` of rank r."""
+    """Copies the `input` of rank r into output[r]."""
 
     output: list[Tensor]
     input: Tensor
@@ -134,7 +134,7 @@ class AllGatherPreHookArgs:
 
 @dataclass(frozen=True)
 class AllGatherVPreHookArgs:
-    """output[r] becomes the `input` of rank r, of sizes that may differ by rank."""
+    """Copies the `input` of rank r into output[r], with sizes that may differ by rank."""
 
     output: list[Tensor]
     input: Tensor
@@ -143,7 +143,7 @@ class AllGatherVPreHookArgs:
 
 @dataclass(frozen=True)
 class AllGatherSinglePreHookArgs:
-    """The r-th piece of `output` becomes the `input` of rank r."""
+    """Copies the `input` of rank r into piece r of `output`."""
 
     output: Tensor
     input: Tensor
@@ -152,7 +152,7 @@ class AllGatherSinglePreHookArgs:
 
 @dataclass(frozen=True)
 class ReduceScatterPreHookArgs:
-    """`output` of rank r becomes the reduction of all input[r]."""
+    """Reduces all ranks' input[r] into the `output` of rank r."""
 
     output: Tensor
     input: list[Tensor]
@@ -162,7 +162,7 @@ class ReduceScatterPreHookArgs:
 
 @dataclass(frozen=True)
 class ReduceScatterVPreHookArgs:
-    """`output` of rank r becomes the reduction of all input[r], of sizes that may differ by rank."""
+    """Reduces all ranks' input[r] into the `output` of rank r, with sizes that may differ by rank."""
 
     output: Tensor
     input: list[Tensor]
@@ -172,7 +172,7 @@ class ReduceScatterVPreHookArgs:
 
 @dataclass(frozen=True)
 class ReduceScatterSinglePreHookArgs:
-    """`output` of rank r becomes the reduction of the r-th pieces of `input`."""
+    """Reduces piece r of all ranks' `input` into the `output` of rank r."""
 
     output: Tensor
     input: Tensor
@@ -182,7 +182,7 @@ class ReduceScatterSinglePreHookArgs:
 
 @dataclass(frozen=True)
 class AllToAllPreHookArgs:
-    """output[r] becomes what rank r's `input` has for this rank."""
+    """Copies the element of rank r's `input` that belongs to this rank into output[r]."""
 
     output: list[Tensor]
     input: list[Tensor]
@@ -191,7 +191,7 @@ class AllToAllPreHookArgs:
 
 @dataclass(frozen=True)
 class AllToAllSinglePreHookArgs:
-    """The r-th piece of `output` becomes the piece of rank r's `input` of this rank's number."""
+    """Copies the piece of rank r's `input` that belongs to this rank into piece r of `output`."""
 
     output: Tensor
     input: Tensor
@@ -200,7 +200,7 @@ class AllToAllSinglePreHookArgs:
 
 @dataclass(frozen=True)
 class AllToAllVSinglePreHookArgs:
-    """all_to_all_single in pieces of so many slices of dimension 0, by rank."""
+    """all_to_all_single with pieces of given numbers of slices of dimension 0, by rank."""
 
     output: Tensor
     input: Tensor
@@ -218,7 +218,7 @@ class BarrierPreHookArgs:
 
 @dataclass(frozen=True)
 class ScatterPreHookArgs:
-    """`output` of rank r becomes input[r] of rank `root`; `input` is empty elsewhere."""
+    """Copies input[r] of rank `root` into the `output` of rank r; `input` is empty elsewhere."""
 
     output: Tensor
     input: list[Tensor]
@@ -228,7 +228,7 @@ class ScatterPreHookArgs:
 
 @dataclass(frozen=True)
 class GatherPreHookArgs:
-    """output[r] of rank `root` becomes the `input` of rank r; `output` is empty elsewhere."""
+    """Copies the `input` of rank r into output[r] of rank `root`; `output` is empty elsewhere."""
 
     output: list[Tensor]
     input: Tensor
@@ -238,7 +238,7 @@ class GatherPreHookArgs:
 
 @dataclass(frozen=True)
 class GatherSinglePreHookArgs:
-    """The r-th piece of `output` of rank `root` becomes the `input` of rank r; None elsewhere."""
+    """Copies the `input` of rank r into piece r of the `output` of rank `root`; None elsewhere."""
 
     output: Tensor | None
     input: Tensor
@@ -255,13 +255,13 @@ class BatchOpIssuePreHookArgs:
 
     @property
     def num_ops(self) -> int:
-        """How many sends and receives there are."""
+        """Returns the number of sends and receives."""
         return len(self.ops)
 
 
 @dataclass(frozen=True)
 class PutPreHookArgs:
-    """`tensor` goes to the window of rank `peer`, from element `offset` on."""
+    """Copies `tensor` to the window of rank `peer`, starting at element `offset`."""
 
     tensor: Tensor
     peer: int
@@ -287,7 +287,7 @@ class WaitSignalPreHookArgs:
 
 @dataclass(frozen=True)
 class SplitPreHookArgs:
-    """The members of the new communicator, empty where this rank is none, and its name if one was given."""
+    """The members of the new communicator (empty if this rank is not a member), and its name if one was given."""
 
     ranks: list[int]
     name: str | None
@@ -295,17 +295,17 @@ class SplitPreHookArgs:
 
 @dataclass(frozen=True)
 class NewWindowPreHookArgs:
-    """new_window() begins."""
+    """Called before new_window()."""
 
 
 @dataclass(frozen=True)
 class FinalizePreHookArgs:
-    """finalize() begins; operations may still be under way."""
+    """Called before finalize(); operations may still be in flight."""
 
 
 @dataclass(frozen=True)
 class CollectivePostHookArgs:
-    """`error` is what the operation raised when it was issued, or None; `work` is its work, where it has one."""
+    """`error` is the exception that issuing the operation raised, or None; `work` is its work, if it has one."""
 
     name: OpName
     error: BaseException | None
@@ -314,22 +314,22 @@ class CollectivePostHookArgs:
 
 @dataclass(frozen=True)
 class BatchOpIssuePostHookArgs(CollectivePostHookArgs):
-    """After a batch was issued."""
+    """Called after a batch was issued."""
 
 
 @dataclass(frozen=True)
 class SplitPostHookArgs(CollectivePostHookArgs):
-    """After a split; it has no work."""
+    """Called after a split; it has no work."""
 
 
 @dataclass(frozen=True)
 class NewWindowPostHookArgs(CollectivePostHookArgs):
-    """After a window was made; it has no work."""
+    """Called after a window was made; it has no work."""
 
 
 @dataclass(frozen=True)
 class FinalizePostHookArgs(CollectivePostHookArgs):
-    """After finalize(); it has no work."""
+    """Called after finalize(); it has no work."""
 
 
 PreHookArgs: TypeAlias = (
@@ -374,7 +374,7 @@ _POST: dict[str, Any] = {
 
 
 def _make_pre_args(name: OpName, fields: dict[str, Any]) -> PreHookArgs:
-    """Called from C++ for each operation while there are pre-hooks."""
+    """Makes the arguments of an operation's pre-hooks. Called from C++ if there are any."""
     args: PreHookArgs = _PRE[name.name](**fields)
     return args
 

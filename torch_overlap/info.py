@@ -1,4 +1,4 @@
-"""`python -m torch_overlap info`: what is installed, what it was built for, and what the machine has."""
+"""`python -m torch_overlap info`: the installation, its build configuration, and the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["report"]
 
 
 def report() -> str:
-    """The whole report, one `name: value` a line under headings."""
+    """Returns the whole report, one `name: value` per line under headings."""
     sections = {
         "torch_overlap": _package(),
         "torch": _torch(),
@@ -88,7 +88,7 @@ def _defaults() -> Iterable[tuple[str, object]]:
 
 
 def _links() -> list[str]:
-    """How the GPUs reach each other: the driver's table, or peer access as torch sees it where there is none."""
+    """Returns how the GPUs are connected: the driver's table, or torch's peer access if there is no table."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return []

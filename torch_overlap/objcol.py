@@ -1,10 +1,11 @@
-"""Collectives of Python objects: pickled into bytes, which go through the communicator.
+"""Collectives of Python objects, serialized to bytes that the communicator sends.
 
 Objects are written by torch.save and read by torch.load. With weights_only=True (the default) only tensors, numbers,
 strings and containers of them are read, so a peer cannot run code here; weights_only=False reads any object. With
-TORCHCOMMS_SERIALIZATION=pickle all of them go through pickle instead, on every rank, and weights_only says nothing.
+TORCHCOMMS_SERIALIZATION=pickle every rank uses pickle instead, and weights_only is ignored.
 
-Every function blocks until its objects are there; while a CUDA graph captures the current stream it raises StateError.
+Every function blocks until its objects have arrived. It raises StateError while a CUDA graph captures the current
+stream.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _to_bytes(obj: Any, device: torch.device) -> torch.Tensor:
 
 
 def _from_bytes(tensor: torch.Tensor, weights_only: bool) -> Any:
-    if tensor.numel() == 0:  # every object has bytes: nobody sent one
+    if tensor.numel() == 0:  # every object has bytes: none was sent
         raise UnsupportedError(
             "objcol: expected the object of another rank, got nothing; the backend 'fake' has no other ranks"
         )
@@ -72,7 +73,7 @@ def _check_length(op: str, what: str, got: int, expected: int) -> None:
 
 
 def _sizes(comm: TorchComm, mine: int, timeout: timedelta | None) -> list[int]:
-    """How many bytes each rank has."""
+    """Returns the number of bytes of each rank."""
     device = comm.get_device()
     sizes = torch.empty(comm.get_size(), dtype=torch.int64, device=device)
     comm.all_gather_single(sizes, torch.tensor([mine], dtype=torch.int64, device=device), False, timeout=timeout).wait()
@@ -82,7 +83,7 @@ def _sizes(comm: TorchComm, mine: int, timeout: timedelta | None) -> list[int]:
 def all_gather_object(
     comm: TorchComm, object_list: list[Any], obj: Any, timeout: timedelta | None = None, weights_only: bool = True
 ) -> None:
-    """object_list[r] becomes the `obj` of rank r. The list has one place for each rank."""
+    """Copies the `obj` of rank r into object_list[r]. The list has one element for each rank."""
     _C._refuse_capture("all_gather_object", comm)
     _check_length("all_gather_object", "object_list", len(object_list), comm.get_size())
     mine = _to_bytes(obj, comm.get_device())
@@ -99,7 +100,7 @@ def gather_object(
     timeout: timedelta | None = None,
     weights_only: bool = True,
 ) -> None:
-    """object_gather_list[r] of rank `root` becomes the `obj` of rank r. Elsewhere the list is not looked at."""
+    """Copies the `obj` of rank r into object_gather_list[r] of rank `root`. The list is ignored on other ranks."""
     _C._refuse_capture("gather_object", comm)
     _check_root("gather_object", comm, root)
     at_root = comm.get_rank() == root
@@ -108,7 +109,7 @@ def gather_object(
         _check_length("gather_object", "object_gather_list", given, comm.get_size())
     mine = _to_bytes(obj, comm.get_device())
     sizes = _sizes(comm, mine.numel(), timeout)
-    # The pieces of a gather are equal: every rank fills up to the longest.
+    # The pieces of a gather are equal: every rank pads to the longest.
     padded = mine.new_zeros(max(sizes))
     padded[: mine.numel()] = mine
     gathered = mine.new_empty(max(sizes) * comm.get_size()) if at_root else None
@@ -119,7 +120,7 @@ def gather_object(
 
 
 def send_object_list(comm: TorchComm, object_list: list[Any], dst: int, timeout: timedelta | None = None) -> None:
-    """Sends the objects to rank `dst`, whose recv_object_list has as many."""
+    """Sends the objects to rank `dst`, whose recv_object_list must have the same length."""
     _C._refuse_capture("send_object_list", comm)
     _check_root("send_object_list", comm, dst)
     parts = [_to_bytes(obj, comm.get_device()) for obj in object_list]
@@ -137,7 +138,7 @@ def recv_object_list(
     timeout: timedelta | None = None,
     weights_only: bool = True,
 ) -> None:
-    """The list becomes the objects that rank `src` sends; it has as many places."""
+    """Receives the objects of rank `src` into the list, which must have the same length."""
     _C._refuse_capture("recv_object_list", comm)
     _check_root("recv_object_list", comm, src)
     count = torch.empty(1, dtype=torch.int64, device=comm.get_device())
@@ -156,7 +157,7 @@ def recv_object_list(
 def broadcast_object_list(
     comm: TorchComm, object_list: list[Any], root: int, timeout: timedelta | None = None, weights_only: bool = True
 ) -> None:
-    """Every rank's list becomes that of `root`. All lists have the same length."""
+    """Copies the objects of `root`'s list into every rank's list. All lists have the same length."""
     _C._refuse_capture("broadcast_object_list", comm)
     _check_root("broadcast_object_list", comm, root)
     device = comm.get_device()
@@ -184,7 +185,7 @@ def scatter_object_list(
     timeout: timedelta | None = None,
     weights_only: bool = True,
 ) -> None:
-    """scatter_object_output_list[0] becomes the object of rank `root`'s input list that has this rank's number."""
+    """Copies element `rank` of rank `root`'s input list into scatter_object_output_list[0] of that rank."""
     _C._refuse_capture("scatter_object_list", comm)
     _check_root("scatter_object_list", comm, root)
     if not scatter_object_output_list:

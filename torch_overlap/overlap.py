@@ -1,4 +1,4 @@
-"""Buffers for products that are overlapped with communication, by number and as objects.
+"""Buffers for products that overlap with communication, by number and as objects.
 
     id = to.create_comm_overlap_buffer(comm, to.CommOverlapType.AG, to.CommOverlapMethod.RING_EXCHANGE,
                                        (tokens, features), torch.bfloat16)
@@ -7,7 +7,7 @@
     to.destroy_comm_overlap_buffer(id)
 
 The classes, `CommOverlapBase` and `CommOverlapP2PBase`, are those of Transformer Engine over any group of ranks;
-docs/overlap.md says which method is for what.
+docs/overlap.md describes the methods and their uses.
 """
 
 from __future__ import annotations
@@ -59,31 +59,35 @@ def create_comm_overlap_buffer(
 ) -> int:
     """Makes a buffer, collectively over `comm`, and returns its number.
 
-    The same communicator and the same parameters give the same number: the buffer is then held once more, and each
-    `destroy_comm_overlap_buffer` takes one hold back.
+    The same communicator and the same parameters give the same number: the reference count of the buffer is then
+    incremented, and each `destroy_comm_overlap_buffer` decrements it.
 
     Args:
-        comm_type: what is overlapped; NONE only with BULK, which then does both. AG not with PIPELINE: it reduces
-            pieces of a product while others are computed, and what is gathered comes before the product.
-        buffer_shape: (tokens, features) of all ranks, the most that a call may have.
-        tp_size: the size of `comm`, which is the default.
-        num_splits: pieces of a PIPELINE; 4, or the number of ranks for RING_EXCHANGE.
-        num_max_streams: products that run side by side; 3.
-        comm_cga_size: blocks in a cluster of communication kernels; 2, or 1 for RING_EXCHANGE. Only 1 where copy
-            engines carry all: with use_ce for RING_EXCHANGE, and for BULK of type AG.
-        gemm_priority, comm_priority: of streams; both 0 means the least and the most urgent.
-        num_comm_sm: blocks of communication kernels; 16, or 1 for RING_EXCHANGE.
-        set_sm_margin: products leave num_comm_sm SMs free; True, or False for RING_EXCHANGE.
-        use_ce: copy engines move what is gathered or exchanged; False, or True for RING_EXCHANGE.
+        comm: the communicator of the buffer.
+        comm_type: the collective to overlap. NONE is allowed only with BULK, which then supports both. AG is not
+            allowed with PIPELINE, which reduces pieces of a product while others are computed: a gather precedes the
+            product.
+        method: the overlap method.
+        buffer_shape: (tokens, features) of all ranks, the maximum of a call.
+        dtype: of the buffer.
+        tp_size: must be the size of `comm`, which is the default.
+        num_splits: number of pieces of a PIPELINE. Default: 4, or the number of ranks for RING_EXCHANGE.
+        num_max_streams: maximum number of concurrent products. Default: 3.
+        comm_cga_size: number of blocks in a cluster of communication kernels. Default: 2, or 1 for RING_EXCHANGE. Must
+            be 1 if copy engines do all transfers: with use_ce for RING_EXCHANGE, and for BULK of type AG.
+        gemm_priority, comm_priority: priorities of streams; if both are 0, the lowest and the highest, respectively.
+        num_comm_sm: number of blocks of communication kernels. Default: 16, or 1 for RING_EXCHANGE.
+        set_sm_margin: if True, products leave num_comm_sm SMs free. Default: True, or False for RING_EXCHANGE.
+        use_ce: if True, copy engines move gathered or exchanged data. Default: False, or True for RING_EXCHANGE.
         atomic_gemm: for `atomic_gemm_overlap_ag` and `_rs`. Not with BULK, where the product and the collective do not
             wait for each other.
-        rs_overlap_first_gemm: a PIPELINE issues a product before the reduction of the one before it.
-        aggregate_ag: RING_EXCHANGE of AG computes products of two chunks; even tp_size only.
-        relay_ag: RING_EXCHANGE passes chunks on from neighbour to neighbour, for links between neighbours only; else
-            each comes straight from its owner. Not with aggregate_ag.
+        rs_overlap_first_gemm: if True, a PIPELINE issues a product before the reduction of the previous one.
+        aggregate_ag: if True, RING_EXCHANGE of AG computes products of two chunks; even tp_size only.
+        relay_ag: if True, RING_EXCHANGE forwards chunks from neighbour to neighbour, for links between neighbours only;
+            otherwise each comes straight from its owner. Not with aggregate_ag.
 
     Raises:
-        InvalidValueError, InvalidTypeError, UnsupportedError: on every rank, if the parameters of one are wrong or
+        InvalidValueError, InvalidTypeError, UnsupportedError: on every rank, if the parameters of one are invalid or
             differ.
     """
     config = CommOverlapConfig(
@@ -109,23 +113,23 @@ def create_comm_overlap_buffer(
 
 
 def destroy_comm_overlap_buffer(id: int) -> None:
-    """Takes one hold of the buffer back; the last ends it. InvalidValueError for an unknown or dead number."""
+    """Decrements the reference count of the buffer, and destroys it at 0. InvalidValueError for an unknown number."""
     _C._destroy_comm_overlap_buffer(id)
 
 
 def destroy_all_comm_overlap_buffers() -> None:
-    """Ends all buffers that are left, the youngest first, however often they are held."""
+    """Destroys all remaining buffers, most recent first, whatever their reference counts."""
     _C._destroy_all_comm_overlap_buffers()
 
 
 def comm_overlap_buffer(id: int) -> CommOverlapCore:
-    """The buffer of a number. Raises InvalidValueError for an unknown or dead one."""
+    """Returns the buffer of a number. Raises InvalidValueError for an unknown or destroyed one."""
     return _C._find_comm_overlap_buffer(id)
 
 
 @dataclass(frozen=True)
 class CommOverlapEntry:
-    """A buffer of the registry: the name of its communicator, its parameters, how often it is held."""
+    """A buffer of the registry: the name of its communicator, its parameters, and its reference count."""
 
     comm: str
     config: CommOverlapConfig
@@ -133,13 +137,14 @@ class CommOverlapEntry:
 
 
 def comm_overlap_buffers() -> dict[int, CommOverlapEntry]:
-    """All buffers that are alive, by number."""
+    """Returns all live buffers, by number."""
     return {id: CommOverlapEntry(*entry) for id, entry in _C._comm_overlap_buffers().items()}
 
 
 @dataclass
 class CommOverlapHelper:
-    """The parameters of a buffer, as a value: fill in, then `create(comm)`. None is the default of the method."""
+    """The parameters of a buffer, as a value: set them, then call `create(comm)`. None means the default of the
+    method."""
 
     comm_type: CommOverlapType = CommOverlapType.NONE
     method: CommOverlapMethod = CommOverlapMethod.NONE
@@ -161,11 +166,11 @@ class CommOverlapHelper:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether create() makes a buffer: the method is not NONE."""
+        """True if create() makes a buffer: the method is not NONE."""
         return self.method != CommOverlapMethod.NONE
 
     def create(self, comm: TorchComm) -> int:
-        """The number of the buffer, or 0 where the method is NONE."""
+        """Returns the number of the buffer, or 0 if the method is NONE."""
         if not self.is_enabled:
             return 0
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -35,11 +35,11 @@ class Quantized(NamedTuple):
     columnwise_scale_inv: Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, rounded once from float32."""
+        """Returns the values, rounded once from float32."""
         return ops.dequantize(self.data, self.scale_inv, self.scaling_mode, dtype, swizzled=self.swizzled)
 
     def transposed(self) -> Quantized:
-        """The transposed matrix; what was made with columnwise=True."""
+        """Returns the transposed matrix of a quantization with columnwise=True."""
         if self.columnwise_data is None or self.columnwise_scale_inv is None:
             raise ValueError("Quantized.transposed: expected columnwise data, got none; quantize with columnwise=True")
         return Quantized(
@@ -61,7 +61,7 @@ def quantize(
     swizzled: bool = False,
     power_of_two: bool = False,
 ) -> Quantized:
-    """`torch_overlap.ops.quantize` of a detached x [..., cols], as one value."""
+    """Applies `torch_overlap.ops.quantize` to a detached x [..., cols], and returns one value."""
     data, scale_inv, columns, column_scales = ops.quantize(
         x.detach(), scaling_mode, dtype, columnwise=columnwise, swizzled=swizzled, power_of_two=power_of_two
     )
@@ -79,12 +79,14 @@ class DelayedScaling:
             x8 = scaling.quantize(x)      # any number of times
             scaling.update()              # at the end of the step
 
-    Ranks that share a scale take the maximum of `amax_history[0]` over each other before `update`.
+    Ranks that share a scale must reduce `amax_history[0]` by maximum over the ranks before `update`.
 
     Args:
-        length: steps in the history.
+        length: number of steps in the history.
+        dtype: the 8-bit type.
         margin: the scale is divided by 2^margin.
         amax_compute: "max" of the history, or its "most_recent" entry.
+        device: the device of the scale and the history.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class DelayedScaling:
         self.amax_history = torch.zeros(length, device=device)
 
     def quantize(self, x: Tensor, *, columnwise: bool = False) -> Quantized:
-        """`x * scale`, and the largest magnitude of x noted in entry 0 of the history."""
+        """Returns `x * scale`, and records the largest magnitude of x in entry 0 of the history."""
         data, scale_inv, columns, amax = ops.quantize_delayed(x.detach(), self.scale, self.dtype, columnwise=columnwise)
         self.amax_history[:1].copy_(torch.maximum(self.amax_history[:1], amax))
         mode = ScalingMode.DELAYED_TENSOR_SCALING
@@ -114,5 +116,5 @@ class DelayedScaling:
         return Quantized(data, scale_inv, mode, False, columns, scale_inv)
 
     def update(self) -> None:
-        """The end of a step: a new scale, and the history moves on. See `torch_overlap.ops.update_scale_`."""
+        """Ends a step: computes a new scale, and rotates the history. See `torch_overlap.ops.update_scale_`."""
         ops.update_scale_(self.amax_history, self.scale, self.dtype, margin=self.margin, amax_compute=self.amax_compute)

@@ -1,4 +1,4 @@
-"""Memory that the other ranks of a host can map: what windows are made of."""
+"""Symmetric memory: memory that the other ranks of a host can map, for windows."""
 
 from __future__ import annotations
 
@@ -16,33 +16,38 @@ __all__ = ["get_mem_allocator", "symmetric_empty"]
 
 
 def symmetric_empty(shape: int | Sequence[int], dtype: torch.dtype | None, comm: TorchComm) -> torch.Tensor:
-    """A tensor of zeros on the communicator's device that `comm.new_window` takes, as do its views.
+    """Returns a tensor of zeros on the communicator's device that `comm.new_window` accepts, as do its views.
 
-    No communication. CPU: shared memory that no file system knows, so nothing is left of it when a process is killed.
-    CUDA: memory of its own, in steps of 2 MiB; for many small tensors use a `torch.cuda.MemPool` over
-    `get_mem_allocator`. Under torch.inference_mode, too, it is no inference tensor: it may be written in any mode.
+    No communication. CPU: anonymous shared memory, so nothing is left of it when a process is killed. CUDA: a dedicated
+    allocation, in multiples of 2 MiB; for many small tensors use a `torch.cuda.MemPool` over `get_mem_allocator`. It is
+    not an inference tensor, even under torch.inference_mode: it may be written in any mode.
 
     Args:
         shape: a number, or a sequence of numbers.
-        dtype: None is torch's default.
+        dtype: None means torch's default.
+        comm: the communicator.
 
     Raises:
         UnsupportedError: the communicator's backend has no windows on its device.
     """
     sizes = [shape] if isinstance(shape, int) else list(shape)
-    if comm.get_backend() == "fake":  # nobody maps it
+    if comm.get_backend() == "fake":  # no peer maps it
         with torch.inference_mode(False):
             return torch.zeros(sizes, dtype=dtype, device=comm.get_device())
     return _C._symmetric_empty(sizes, dtype or torch.get_default_dtype(), comm.get_device())
 
 
 def get_mem_allocator(backend: str) -> Any:
-    """The allocator for a `torch.cuda.MemPool` whose tensors `new_window` takes. Also `comm.get_mem_allocator()`.
+    """Returns the allocator for a `torch.cuda.MemPool` whose tensors `new_window` accepts. Also
+    `comm.get_mem_allocator()`.
 
         pool = torch.cuda.MemPool(torch_overlap.get_mem_allocator("nccl"))
         with torch.cuda.use_mem_pool(pool):
             x = torch.zeros(1024, device="cuda")
         window = comm.new_window(x)
+
+    Args:
+        backend: "nccl" or "ncclx".
 
     Raises:
         UnsupportedError: the backend's tensors are not on CUDA devices; use `symmetric_empty`.
@@ -57,7 +62,7 @@ def get_mem_allocator(backend: str) -> Any:
 
 @functools.cache
 def _cuda_allocator() -> Any:
-    """One for the process: torch keeps the pools of different allocators apart."""
+    """Returns the process-wide allocator: torch separates the pools of different allocators."""
     from torch.cuda.memory import CUDAPluggableAllocator
 
     return CUDAPluggableAllocator(str(LIBRARY), "torch_overlap_symmetric_alloc", "torch_overlap_symmetric_free")

@@ -1,16 +1,16 @@
-"""What "auto" takes: a table of measured algorithms that is shipped, and a cache that this machine measures.
+"""The choice of "auto": a shipped table of measured algorithms, and a cache that this machine measures.
 
     torchrun --nproc-per-node 4 -m torch_overlap tune --shapes 8192x28672x4096
 
-measures every algorithm that can run and writes the simplest of the quickest into the cache, the file of
-TORCH_OVERLAP_TUNE_CACHE. A program reads it when it makes its first communicator. "auto" asks the table, then the
-cache, then both for like sizes, then a rule; all ranks of a communicator take the cache of rank 0, and keep it. Nothing
-is measured while a program runs.
+measures every algorithm that can run and writes the simplest of the fastest ones to the cache, the file of
+TORCH_OVERLAP_TUNE_CACHE. A program reads it when it makes its first communicator. "auto" queries the table, then the
+cache, then both for similar sizes, then a rule. All ranks of a communicator use the cache of rank 0, and keep it.
+Nothing is measured while a program runs.
 
-An entry is for an operator, m, n and k of the whole layer (each to half a power of two), a dtype, a number of ranks, a
-device by name, and calls that a CUDA graph captures or that run at once: then the host's time for many small launches
-counts. It is also for the version of the kernels that it was measured with, and in the cache for those of the
-libraries: an outdated one is not taken.
+The key of an entry is an operator, m, n and k of the whole layer (each to half a power of two), a dtype, a number of
+ranks, a device name, and if calls are captured in a CUDA graph or eager: for eager calls the host's launch time counts.
+An entry also has the version of the kernels that it was measured with and, in the cache, those of the libraries: an
+outdated one is ignored.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = ["KERNELS", "OPERATORS", "current", "entries_of_results", "load", "mea
 
 Shape = tuple[int, int, int]
 
-# A forward pass has nothing for "bulk" to hide.
-_NOT_MEASURED = ("bulk",)
-_CACHE_BYTES = 128 << 20  # more than the L2 cache of any GPU so far
-# What the simplest of the quick algorithms may lose.
-_LOSS = 0.01
+# A forward pass has nothing to overlap for "bulk".
+_SKIPPED_ALGORITHMS = ("bulk",)
+_CACHE_BYTES = 128 << 20  # more than the L2 cache of current GPUs
+# Maximum relative slowdown of the simplest algorithm that is chosen.
+_MAX_SLOWDOWN = 0.01
 
 
 # --- Problems ---------------------------------------------------------------------------------------------------------
@@ -118,29 +118,31 @@ OPERATORS: dict[str, Callable[[str, TorchComm, Shape, torch.dtype], Callable[[st
 # --- Entries ----------------------------------------------------------------------------------------------------------
 
 
-# Of an all-reduce, one kernel takes no more rows, and no more if it is to leave others SMs (where it does not, the
-# operator passes an entry over).
-_ONE_KERNEL_ROWS, _FEW_ROWS = 256, 128
+# Maximum rows of the fused all-reduce kernel, and the maximum with which it leaves SMs to others. The operator ignores
+# an entry if it leaves none.
+_FUSED_MAX_ROWS, _SHARED_SMS_MAX_ROWS = 256, 128
 
 
-def _quickest(op: str, rows: int, mode: str, times: Mapping[str, float]) -> str:
-    """The simplest of those that are within 1 % of the quickest of `times`.
+def _fastest(op: str, rows: int, mode: str, times: Mapping[str, float]) -> str:
+    """Returns the simplest algorithm within _MAX_SLOWDOWN of the fastest of `times`.
 
-    The one kernel for an all-reduce may keep all SMs of a GPU while it waits for those of other ranks: called eagerly,
-    nothing orders it before other streams' kernels that wait, so it is not taken where it does.
+    The fused all-reduce kernel may occupy all SMs of a GPU while it waits for those of other ranks. An eager call is
+    not ordered before other streams' waiting kernels, so the kernel is not chosen if it does.
     """
-    keeps_all = mode == "eager" and op.endswith("matmul_all_reduce") and _FEW_ROWS < rows <= _ONE_KERNEL_ROWS
-    names = [name for name in _C._algorithms() if name in times and not (keeps_all and name == "fused")]
-    least = min(times[name] for name in names)
-    return next(name for name in names if times[name] * (1 - _LOSS) <= least)
+    can_occupy_all_sms = (
+        mode == "eager" and op.endswith("matmul_all_reduce") and _SHARED_SMS_MAX_ROWS < rows <= _FUSED_MAX_ROWS
+    )
+    names = [name for name in _C._algorithms() if name in times and not (can_occupy_all_sms and name == "fused")]
+    min_us = min(times[name] for name in names)
+    return next(name for name in names if times[name] * (1 - _MAX_SLOWDOWN) <= min_us)
 
 
 def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
-    """Adds entries to a file, in place of older ones of the same key and library. It is replaced at once; of several
-    processes that write, each finds what the others have added."""
+    """Adds entries to a file, replacing older ones with the same key and library. The file is replaced atomically, and
+    a lock makes each of several writing processes see the others' entries."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone_in(path.parent):
+    with _exclusive_lock(path.parent):
         kept = {(_key(e), e.get("library")): e for e in (read(path) if path.exists() else [])}
         kept |= {(_key(e), e.get("library")): e for e in entries}
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -155,7 +157,8 @@ def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
 
 
 def _text(entries: Sequence[Entry]) -> str:
-    """A file of `entries`, one a line: what all of them share comes once, and measured times are left out."""
+    """Returns the text of a file, one entry per line. Fields common to all are written once, and measured times are
+    omitted."""
     common = {
         key: entries[0][key]
         for key in ("device", "library")
@@ -169,8 +172,8 @@ def _text(entries: Sequence[Entry]) -> str:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Among the processes that write entries there."""
+def _exclusive_lock(folder: Path) -> Iterator[None]:
+    """Holds a lock among the processes that write entries in the folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -180,7 +183,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _check_cache(path: str) -> None:
-    """Raises ValueError where entries could not be added to it, before anything is measured for it."""
+    """Raises ValueError if entries could not be added to the file, before anything is measured for it."""
     try:
         if Path(path).exists():
             read(path)
@@ -190,32 +193,32 @@ def _check_cache(path: str) -> None:
         raise ValueError(f"tune: expected a file that can be written in --cache, got {path}: {error}") from None
 
 
-# Behind the line of a case.
-_SHIPPED = "; the table that is shipped has it, and comes first"
-# What the operators are called in result files of `python -m torch_overlap bench`.
-_BENCHED = {"ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce",
+# Appended to the line of a case.
+_SHIPPED_NOTE = "; the table that is shipped has it, and comes first"
+# Names of the operators in result files of `python -m torch_overlap bench`.
+_OP_OF_BENCH = {"ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce",
             "a2a_gemm": "all_to_all_matmul", "gemm_a2a": "matmul_all_to_all"}  # fmt: skip
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
 def entries_of_results(path: str | os.PathLike[str]) -> list[Entry]:
-    """What the rows of a result file of `bench` say: an entry for each case and mode.
+    """Returns the entries of a result file of `bench`: one for each case and mode.
 
-    None where only some algorithms were asked for, which "sequential", that runs everywhere, is not among: of those
-    nobody knows whether they are quick.
+    A case yields no entry if only some algorithms were measured, without "sequential", which runs everywhere: it is
+    then unknown if the measured ones are fast.
     """
     content = json.loads(Path(path).read_text())
     library = _library(content["torch"], content.get("kernels", 1))
     times: dict[tuple[str, Shape, str, int, str], dict[str, float]] = {}
     for row in content["rows"]:
-        if row["op"] not in _BENCHED or row["dtype"] not in _DTYPES or row["algorithm"] not in _C._algorithms():
+        if row["op"] not in _OP_OF_BENCH or row["dtype"] not in _DTYPES or row["algorithm"] not in _C._algorithms():
             continue
-        op = ("scaled_" if row["dtype"] == "fp8" else "") + _BENCHED[row["op"]]
+        op = ("scaled_" if row["dtype"] == "fp8" else "") + _OP_OF_BENCH[row["op"]]
         case = (op, tuple(row["shape"]), _DTYPES[row["dtype"]], row["tp"], row["mode"])
         times.setdefault(case, {})[row["algorithm"]] = round(row["us"], 1)
     return [
         {"op": op, "shape": list(shape), "dtype": dtype, "tp": tp, "mode": mode, "device": content["gpu"],
-         "library": library, "algorithm": _quickest(op, shape[0], mode, found), "us": found}
+         "library": library, "algorithm": _fastest(op, shape[0], mode, found), "us": found}
         for (op, shape, dtype, tp, mode), found in times.items() if "sequential" in found and len(found) > 1
     ]  # fmt: skip
 
@@ -226,7 +229,7 @@ def entries_of_results(path: str | os.PathLike[str]) -> list[Entry]:
 def _repeated(
     calls: Sequence[Callable[[str], object]], algorithm: str, repeats: int, mode: str
 ) -> Callable[[], object]:
-    """`repeats` calls, in turns."""
+    """Returns `repeats` calls, which rotate through `calls`."""
 
     def repeated() -> None:
         for turn in range(repeats):
@@ -234,15 +237,15 @@ def _repeated(
 
     if mode == "eager":
         return repeated
-    repeated()  # memory and plans of all inputs are there
+    repeated()  # allocates memory and plans of all inputs
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         repeated()
     return graph.replay
 
 
-def _sets(shape: Shape, dtype: torch.dtype, size: int, repeats: int) -> int:
-    """How many inputs take turns, so that none is in the L2 cache when its turn comes."""
+def _num_input_sets(shape: Shape, dtype: torch.dtype, size: int, repeats: int) -> int:
+    """Returns the number of input sets to rotate through, so that none is in the L2 cache when it is used again."""
     m, n, k = shape
     return min(repeats, -(-_CACHE_BYTES // max(1, (m + n) * k * dtype.itemsize // size)))
 
@@ -251,40 +254,46 @@ def measure(
     comm: TorchComm, op: str, shape: Shape, dtype: torch.dtype = torch.bfloat16, *, mode: str = "eager",
     rounds: int = 10, repeats: int | None = None,
 ) -> Entry:  # fmt: skip
-    """The quickest algorithm of `op` for m, n and k of the whole layer; the same entry on all ranks. Collective.
+    """Measures the fastest algorithm of `op` for m, n and k of the whole layer. Collective; the same entry on all
+    ranks.
 
-    Each algorithm that can run takes its turn in every round. A sample is the maximum over ranks, and the smallest
-    median wins, or what is simpler and within 1 % of it.
+    Each algorithm that can run has a turn in every round. A sample is the maximum over ranks. The smallest median wins,
+    or a simpler algorithm within 1 % of it.
 
     Args:
+        comm: the communicator.
+        op: the operator.
+        shape: m, n and k.
         dtype: of x, the weight and the result; for scaled operators of the result.
         mode: "eager" calls, or those of a CUDA "graph".
-        repeats: calls of a sample, on inputs that take turns; by default 3, on CUDA 10, and 30 where they are eager, so
-            that the host's time for the first, when the device has nothing to do yet, counts for little.
+        rounds: number of samples of each algorithm.
+        repeats: calls per sample, on rotating inputs. Default: 3; on CUDA 10, and 30 for eager calls, so that the host
+            time of the first call, during which the device is idle, has little weight.
 
     Raises:
-        InvalidValueError: the operator is not measured, or sizes do not divide by the number of ranks.
+        InvalidValueError: the operator cannot be measured, or sizes do not divide by the number of ranks.
     """
     if op not in OPERATORS:
         raise InvalidValueError(f"tune: expected op to be one of {', '.join(OPERATORS)}, got {op!r}")
     if mode not in _MODES or (mode == "graph" and comm.get_device().type != "cuda"):
         raise InvalidValueError(f"tune: expected mode to be eager, or graph on CUDA, got {mode!r}")
-    # Imports torch_overlap.
+    # These modules import torch_overlap.
+    from torch_overlap._timing import Stopwatch, interleave, slowest_rank
     from torch_overlap.bench.ranks import LEAD_CYCLES
-    from torch_overlap.bench.timing import Stopwatch, interleave, slowest_rank
 
     if repeats is None:
         repeats = (30 if mode == "eager" else 10) if comm.get_device().type == "cuda" else 3
-    sets = _sets(shape, dtype, comm.get_size(), repeats)
+    sets = _num_input_sets(shape, dtype, comm.get_size(), repeats)
     calls = [OPERATORS[op](op, comm, shape, dtype) for _ in range(sets)]
     names: list[str] = []
     for name in _C._algorithms():
-        # One that cannot run is refused alike on all ranks, before anything is sent; the first can, or nothing can.
+        # An algorithm that cannot run is refused on all ranks alike, before anything is sent. If the first one cannot
+        # run, none can.
         with contextlib.suppress(*(() if not names else (UnsupportedError, InvalidValueError))):
-            if name not in _NOT_MEASURED:
+            if name not in _SKIPPED_ALGORITHMS:
                 calls[0](name)
                 names.append(name)
-    # A graph is launched while the ranks have yet to meet.
+    # A graph is launched while the ranks are still waiting for each other.
     watch = Stopwatch(comm.get_device(), partial(comm.barrier, False), LEAD_CYCLES if mode == "graph" else 0)
     samplers = {name: watch.sampler(_repeated(calls, name, repeats, mode), repeats) for name in names}
     samples = slowest_rank(interleave(samplers, rounds, warmup=1), comm)
@@ -298,7 +307,7 @@ def measure(
             "mode": mode,
             "device": _device_name(comm),
             "library": _library(),
-            "algorithm": _quickest(op, shape[0], mode, times),
+            "algorithm": _fastest(op, shape[0], mode, times),
             "us": {name: round(value, 1) for name, value in times.items()},
         }
     ]
@@ -335,10 +344,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints and writes; the exit status.
+    """Measures, prints and writes; returns the exit status.
 
     Raises:
-        ValueError: there is nothing to measure, or nowhere to write.
+        ValueError: there is nothing to measure, or no file to write.
     """
     from torch_overlap.comm import new_comm
 
@@ -370,7 +379,7 @@ def _measure_all(comm: TorchComm, args: argparse.Namespace, cache: str) -> None:
     for op, shape, mode in itertools.product(args.ops, args.shapes, modes):
         entries.append(measure(comm, op, shape, getattr(torch, args.dtype), mode=mode, rounds=args.rounds))
         if comm.get_rank() == 0:
-            print(_line(entries[-1]) + (_SHIPPED if _key(entries[-1]) in in_table else ""), flush=True)
+            print(_line(entries[-1]) + (_SHIPPED_NOTE if _key(entries[-1]) in in_table else ""), flush=True)
     if comm.get_rank() == 0:
         write(cache, entries)
 

@@ -38,18 +38,18 @@ constexpr const char* kName = "fused_alone";
 constexpr std::chrono::milliseconds kPatience{30'000};
 
 // Where the threads that make the memory, one for each rank, tell each other of it.
-class Meeting {
+class ThreadExchange {
  public:
-  explicit Meeting(int size) : said_(size) {}
+  explicit ThreadExchange(int size) : values_(size) {}
 
   std::vector<std::string> all_gather(int rank, const std::string& mine) {
     std::unique_lock lock(mutex_);
     const int round = round_;
-    said_.at(rank) = mine;
-    if (++came_ == static_cast<int>(said_.size())) {
-      came_ = 0;
+    values_.at(rank) = mine;
+    if (++num_arrived_ == static_cast<int>(values_.size())) {
+      num_arrived_ = 0;
       ++round_;
-      result_ = said_;
+      result_ = values_;
       changed_.notify_all();
     } else {
       TORCH_OVERLAP_CHECK(changed_.wait_for(lock, kPatience, [&] { return round_ != round; }),
@@ -61,9 +61,9 @@ class Meeting {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<std::string> said_;
+  std::vector<std::string> values_;
   std::vector<std::string> result_;
-  int came_ = 0;
+  int num_arrived_ = 0;
   int round_ = 0;
 };
 
@@ -88,16 +88,16 @@ class Rank final : public torch::CustomClassHolder {
         overlap_(torch_overlap::overlap_device(kName, device_.type())),
         rank_(static_cast<int>(rank)),
         layout_{.bytes = bytes,
-                .flags = torch_overlap::kOperatorFlags * static_cast<int>(size),
+                .flags = torch_overlap::kOperatorFlagsPerRank * static_cast<int>(size),
                 .size = static_cast<int>(size),
                 .tiles = overlap_.tiles()} {
-    Meeting meeting(layout_.size);
+    ThreadExchange exchange(layout_.size);
     std::vector<std::exception_ptr> failures(size);
     std::vector<std::thread> threads;
     for (int r = 0; r < layout_.size; ++r) {
       threads.emplace_back([&, r] {
         try {
-          join(meeting, r);
+          join(exchange, r);
         } catch (...) {
           failures.at(r) = std::current_exception();
         }
@@ -149,17 +149,18 @@ class Rank final : public torch::CustomClassHolder {
                                     .pieces = static_cast<int>(pieces)});
   }
 
-  // What `source` has stored for the rows of `owner`: as `like`, which has as many rows as a chunk.
+  // Returns the data that `source` stored for the rows of `owner`, in the shape of `like`: one
+  // chunk.
   at::Tensor tiles(int64_t owner, int64_t source, const at::Tensor& like) {
     return memory_->view(static_cast<int>(owner), like.sizes(), like.scalar_type(),
                          source * static_cast<int64_t>(like.nbytes()));
   }
 
  private:
-  void join(Meeting& meeting, int rank) {
+  void join(ThreadExchange& exchange, int rank) {
     const c10::OptionalDeviceGuard guard(device_);
-    const auto all_gather = [&meeting, rank](const std::string& mine) {
-      return meeting.all_gather(rank, mine);
+    const auto all_gather = [&exchange, rank](const std::string& mine) {
+      return exchange.all_gather(rank, mine);
     };
     const auto group =
         OverlapGroup::of({.all_gather = all_gather, .barrier = [=] { (void)all_gather({}); }}, rank,

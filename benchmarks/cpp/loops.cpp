@@ -9,7 +9,7 @@
 
 #include "torch_overlap/comm/registry.h"
 #include "torch_overlap/comm/torch_comm.h"
-#include "torch_overlap/gemm/sm90/maps.h"
+#include "torch_overlap/gemm/sm90/tensor_maps.h"
 
 namespace {
 
@@ -52,7 +52,7 @@ double tensor_map_loop(const void* data, int matrices, int calls) {
   for (int i = 0; i < calls; ++i) {
     const auto* const at = static_cast<const char*>(data) + std::ptrdiff_t{16} * (i % matrices);
     const auto map =
-        torch_overlap::sm90::matrix_map(at, at::kBFloat16, kSize, kSize, kSize, kBoxRows);
+        torch_overlap::sm90::make_tensor_map(at, at::kBFloat16, kSize, kSize, kSize, kBoxRows);
     asm volatile("" ::"r"(&map) : "memory");  // it is made
   }
   return seconds_since(begin);

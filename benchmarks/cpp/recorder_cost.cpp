@@ -1,6 +1,6 @@
-// What the flight recorder costs: host time of a barrier on `fake`, which does nothing itself, with
-// the recorder and without. The two take turns as processes of their own, because the recorder's
-// size is read once. Prints one line of JSON, in nanoseconds a call.
+// Measures the cost of the flight recorder: host time of a barrier on `fake`, which does nothing
+// itself, with the recorder and without. The two take turns as processes of their own, because the
+// recorder's size is read once. Prints one line of JSON, in nanoseconds a call.
 //
 //   <build>/benchmarks/cpp/recorder_cost [rounds]
 

@@ -20,7 +20,7 @@ namespace {
 using torch_overlap::RedOpType;
 using torch_overlap::TorchComm;
 
-// Every rank puts in rank + 1; the sum is n (n + 1) / 2 everywhere.
+// Every rank contributes rank + 1; the sum is n (n + 1) / 2 everywhere.
 void sum_ranks(const std::shared_ptr<TorchComm>& comm) {
   const auto options = at::TensorOptions().device(comm->device()).dtype(at::kFloat);
   const at::Tensor x = at::full({1 << 20}, comm->rank() + 1, options);

@@ -1,1 +1,1 @@
-"""The parts of examples/train_gpt.py, one idea a file."""
+"""The parts of examples/train_gpt.py, one concern per file."""

@@ -1,4 +1,4 @@
-"""Are two runs the same training?"""
+"""Compares the losses of two training runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Verdict:
 
 
 def compare(losses: list[float], expected: list[float], tolerance: float) -> Verdict:
-    """Step by step, each loss within `tolerance` of the expected one. NaN is within nothing."""
+    """Checks step by step that each loss is within `tolerance` of the expected one. NaN never is."""
     differences = [abs(got - want) for got, want in zip(losses, expected, strict=True)]
     for step, difference in enumerate(differences):
         if not difference <= tolerance:

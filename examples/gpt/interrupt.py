@@ -1,4 +1,4 @@
-"""Ctrl-C in a program of many ranks. Imports nothing heavy: it serves while torch is still being imported."""
+"""Ctrl-C in a program of many ranks. Imports nothing heavy, so that it works while torch is still being imported."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
-EXIT_CODE = 130  # what shells report for a program that SIGINT ended
-GRACE_SECONDS = 5.0  # for a signal to come after its effect at a peer; for an abort to return
+EXIT_CODE = 130  # the shell's exit code for a program ended by SIGINT
+GRACE_SECONDS = 5.0  # for a signal to arrive after its effect at a peer; for an abort to return
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -21,32 +21,35 @@ class Abortable(Protocol):
 
 
 class Interrupt:
-    """From its creation on, SIGINT and SIGTERM end this rank quietly with exit code 130. Made in the main thread.
+    """From its creation on, makes SIGINT and SIGTERM end this rank quietly with exit code 130. Created in the main
+    thread.
 
     Python runs a signal handler between two instructions of the main thread; a thread that waits in a collective for a
-    rank that is gone never comes to the next one. So a thread listens on the wakeup descriptor, into which the signal
-    itself writes; it aborts the communicator, which ends every wait here and at the peers, and then the process.
+    dead rank never reaches the next one. Therefore a thread listens on the wakeup descriptor, to which the signal
+    itself writes. It aborts the communicator, which ends every wait here and at the peers, and then ends the process.
     """
 
     def __init__(self) -> None:
         self._comm: Abortable | None = None
         self._received = threading.Event()
-        self._is_failure = False  # no signal came: nothing waits for one again
+        self._is_failure = False  # set if no signal arrived: nothing waits for one again
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         for number in SIGNALS:
-            signal.signal(number, lambda *_: None)  # the thread does it all; the main thread goes on until then
+            # The watching thread handles it; the main thread continues until then.
+            signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._watcher = threading.Thread(target=self._watch, name="interrupt", daemon=True)
         self._watcher.start()
 
     def protect(self, comm: Abortable) -> None:
-        """The communicator to abort when a signal comes. An error of its own, perhaps from a peer's signal, waits."""
+        """Sets the communicator to abort when a signal arrives. Its own errors, perhaps from a peer's signal, wait for
+        one."""
         self._comm = comm
         comm.register_abort_hook(self.hold_if_received)
 
     def hold_if_received(self) -> None:
-        """For a failure, on any thread: does not return if a signal was the reason (here, or first at a peer)."""
+        """Called on a failure, on any thread. Does not return if a signal was the reason (here, or first at a peer)."""
         if self._is_failure or threading.current_thread() is self._watcher:
             return
         if self._received.wait(GRACE_SECONDS):

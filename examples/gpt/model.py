@@ -1,4 +1,4 @@
-"""A small GPT with tensor and sequence parallelism, of the modules of torch_overlap.nn.
+"""A small GPT with tensor and sequence parallelism, from the modules of torch_overlap.nn.
 
 Rank r of n holds 1/n of every matrix and of every sequence. Activations are [sequence, batch, feature]:
 
@@ -9,7 +9,7 @@ Rank r of n holds 1/n of every matrix and of every sequence. Activations are [se
     x <-------------------------------------------------------------------------------------------------------+
 
 Embedding, norms and head act on the rank's own rows with weights that every rank holds in full: their gradients are
-sums over those rows, and the trainer adds them up over the ranks.
+sums over those rows, and the trainer sums them over the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch_overlap as to
 
 @dataclass(frozen=True)
 class Config:
-    """Shapes of the whole model, whatever the number of ranks."""
+    """Shapes of the whole model, independent of the number of ranks."""
 
     dim: int = 192
     layers: int = 4
@@ -46,16 +46,17 @@ class Config:
 
 
 def normal(generator: torch.Generator, gain: float = 1.0) -> Callable[[Tensor], Tensor]:
-    """Fills weights [out, in] on the CPU so that a product has the variance of its input, times gain^2."""
+    """Returns a function that fills weights [out, in] on the CPU so that a product has the variance of its input, times
+    gain^2."""
     return lambda weight: weight.normal_(std=gain * weight.size(-1) ** -0.5, generator=generator)
 
 
 class GPT(nn.Module):
-    """Bytes [S/n, B] of this rank's rows -> logits [S/n, B, 256] in fp32.
+    """Maps bytes [S/n, B] of this rank's rows to logits [S/n, B, 256] in fp32.
 
-    `dtype` is that of the matrix products and of what they send; parameters and the residual stream are fp32. `fp8`:
-    the products of the blocks are those of 8-bit floats, with results in `dtype`. `keep_gathered`: the gathered inputs
-    of the blocks' products are kept until the backward pass.
+    `dtype` is that of the matrix products and their communication; parameters and the residual stream are fp32. `fp8`:
+    the products of the blocks use 8-bit floats, with results in `dtype`. `keep_gathered`: the gathered inputs of the
+    blocks' products are kept until the backward pass.
     """
 
     def __init__(self, config: Config, comm: to.TorchComm, *, seed: int, device: torch.device, dtype: torch.dtype,
@@ -79,7 +80,7 @@ class GPT(nn.Module):
         with torch.no_grad():
             self.embedding.weight.normal_(std=0.02, generator=generator)
             normal(generator)(self.head.weight)
-        to.nn.mark_replicated(self, comm)  # all but the blocks' matrices, which are split
+        to.nn.mark_replicated(self, comm)  # all parameters except the blocks' matrices, which are split
         self.register_buffer("angles", rotation_angles(config).to(dtype))
         self.to(device)
 
@@ -93,7 +94,7 @@ class GPT(nn.Module):
 
 
 def rotation_angles(config: Config) -> Tensor:
-    """Cosines and sines of the rotary position embedding: [2, S, 1, 1, head_dim / 2]."""
+    """Returns cosines and sines of the rotary position embedding: [2, S, 1, 1, head_dim / 2]."""
     half = config.dim // config.heads // 2
     frequencies = torch.exp(torch.arange(half) * (-math.log(10_000.0) / half))
     angles = torch.arange(config.sequence)[:, None] * frequencies
@@ -101,7 +102,7 @@ def rotation_angles(config: Config) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns the pairs (first half, second half) of each head [S, B, heads, head_dim] by its position's angle."""
+    """Rotates the pairs (first half, second half) of each head [S, B, heads, head_dim] by its position's angle."""
     a, b = x.chunk(2, -1)
     cos, sin = angles
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)

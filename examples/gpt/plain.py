@@ -1,6 +1,6 @@
-"""The model of model.py in plain torch, and its trainer on a mesh: nothing here communicates by hand.
+"""The model of model.py in plain torch, and its trainer on a mesh, without explicit communication.
 
-`shard_module` says where the weights lie, the trainer where the tokens lie; the communication follows.
+`shard_module` defines the layouts of the weights, the trainer those of the tokens; the communication follows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gpt.model import Config, normal, rotate, rotation_angles
 from gpt.training import Trainer
 from torch_overlap.mesh import P, Sharded
 
-# Tensor parallel: the projections into a block by their rows, those out of it by their columns. Others are whole.
+# Tensor parallel: the projections into a block are split by rows, those out of it by columns. Others are whole.
 LAYOUTS = {"*.w[qkv]": P("tp"), "*.up": P("tp"), "*.wo": P(None, "tp"), "*.down": P(None, "tp")}
 TOKENS = P("tp", "dp")  # [S, B]: sequence parallel, and data parallel
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Bytes [S, B] -> logits [S, B, 256]; draws the weights of model.GPT."""
+    """Maps bytes [S, B] to logits [S, B, 256]; draws the same weights as model.GPT."""
 
     def __init__(self, config: Config, seed: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class MeshTrainer(Trainer):
     """A Trainer of the plain model on a mesh with axes dp and tp."""
 
     def make(self, dtype: torch.dtype, algorithm: str, fp8: to.nn.Float8Recipe | None, keep_gathered: bool) -> None:
-        """As Trainer's. Values on a mesh keep what they were gathered to in any case."""
+        """Makes the model, as in Trainer. Values on a mesh always cache their gathered copies."""
         if fp8 is not None:
             raise ValueError("train_gpt: expected --fp8 none with --mesh, got 8-bit floats; leave one out")
         self.dtype = dtype
@@ -93,7 +93,7 @@ class MeshTrainer(Trainer):
         return sum(p.numel() for p in to.mesh.sharded_parameters(self.model).values())
 
     def compute(self) -> None:
-        """As Trainer's."""
+        """Runs one step, as in Trainer."""
         for p in self.model.parameters():
             p.grad = None
         loss = self.sharded_loss()
@@ -103,7 +103,7 @@ class MeshTrainer(Trainer):
         self.optimizer.step()
 
     def sharded_loss(self) -> Sharded:
-        """The mean over all tokens, pending."""
+        """Returns the mean over all tokens, as a partial sum."""
         shape = (self.config.sequence, self.batch_size)
         tokens, targets = (to.mesh.from_local(t, self.mesh, TOKENS, shape) for t in (self.inputs, self.targets))
         total: Sharded = F.cross_entropy(self.logits(tokens).permute(0, 2, 1), targets, reduction="sum")

@@ -48,7 +48,7 @@ def draw_timeline(spans: list[Span], path: Path) -> None:
 
 
 def smoothed(values: list[float], keep: float = 0.95) -> list[float]:
-    """Exponential moving average, corrected for its start."""
+    """Returns the exponential moving average, corrected for its start."""
     out, mean = [], 0.0
     for i, value in enumerate(values):
         mean = keep * mean + (1 - keep) * value

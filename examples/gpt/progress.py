@@ -1,4 +1,4 @@
-"""A progress bar with loss and tokens per second; plain lines where the output is not a terminal."""
+"""A progress bar with loss and tokens per second; plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from torch import Tensor
 
 WIDTH = 30
-LINES = 20  # how many of them a run prints when there is no terminal
+LINES = 20  # number of lines of a run without a terminal
 REFRESH_SECONDS = 0.25
 
 
 class Progress:
-    """Shown by one rank. Reading a loss waits for the device, so it is read only when something is shown."""
+    """Progress, shown by one rank. Reading a loss waits for the device, so it is read only when something is shown."""
 
     def __init__(self, steps: int, tokens_per_step: int, *, shown: bool) -> None:
         self.steps, self.tokens_per_step, self.shown = steps, tokens_per_step, shown
@@ -22,7 +22,7 @@ class Progress:
         self.last_step = 0
 
     def update(self, done: int, loss: Tensor) -> None:
-        """`done`: steps issued so far; `loss`: that of the last of them."""
+        """Updates the bar. `done`: steps issued so far; `loss`: that of the last of them."""
         if not self.shown or not self._is_due(done):
             return
         value = loss.item()

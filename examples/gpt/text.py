@@ -12,7 +12,7 @@ from torch import Tensor
 
 import torch_overlap as to
 
-# Not read: other people's packages, and folders that are mostly tables or test data.
+# Excluded: third-party packages, and folders that are mostly tables or test data.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
 
 
@@ -26,7 +26,7 @@ class Text:
 
 
 def read(comm: to.TorchComm) -> Text:
-    """Collective: rank 0 reads, the others get its bytes (their Python may be another version)."""
+    """Reads the text. Collective: rank 0 reads, the others get its bytes (their Python may be another version)."""
     device = comm.get_device()
     sizes = torch.zeros(3, dtype=torch.int64)
     parts: list[Tensor] = []
@@ -59,7 +59,7 @@ def to_bytes(files: Iterable[Path]) -> Tensor:
 
 
 def batch(data: Tensor, *, seed: int, step: int, size: int, sequence: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """`rows` of `size` random windows, and the bytes that follow them: two int64 tensors [len(rows), size].
+    """Returns `rows` of `size` random windows, and the bytes that follow them: two int64 tensors [len(rows), size].
 
     A pure function of (seed, step): the same windows for any number of ranks.
     """

@@ -1,4 +1,4 @@
-"""One step as a picture: what communicated and what computed, when."""
+"""Timeline of one step: its communication and computation."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    lane: str  # on a GPU the kind again, else a thread or "in flight"
+    lane: str  # on a GPU the same as kind, else a thread or "in flight"
     kind: str  # "communication" or "GEMM"
     start: float  # microseconds since the step began
     end: float
 
 
 def record(step: Callable[[], None], trace: Path) -> list[Span]:
-    """Runs `step` under the profiler; leaves its trace for chrome://tracing or Perfetto."""
+    """Runs `step` under the profiler; writes its trace for chrome://tracing or Perfetto."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     else:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it calls a missing driver an error
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # otherwise it logs a missing driver as an error
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         step()
         if torch.cuda.is_available():
@@ -42,9 +42,9 @@ def record(step: Callable[[], None], trace: Path) -> list[Span]:
 
 
 def spans(events: list[dict]) -> list[Span]:
-    """Communication and GEMMs of a trace: the kernels where there are any, else the host's spans by thread.
+    """Returns communication and GEMMs of a trace: the kernels if there are any, else the host's spans by thread.
 
-    Kernels have a lane a kind: a graph runs on streams of its own choice, dozens of them.
+    Kernels have one lane per kind: a graph runs on streams of its own choice, dozens of them.
     """
     complete = [e for e in events if e.get("ph") == "X"]
     kernels = [e for e in complete if e.get("cat") == "kernel"]
@@ -56,7 +56,7 @@ def spans(events: list[dict]) -> list[Span]:
 
 
 def outermost(events: list[dict], *, by_thread: bool) -> list[Span]:
-    """Of spans that are nested in one lane, the outer one."""
+    """Returns the outer span of spans that are nested in one lane."""
     found: list[Span] = []
     covered: dict[str, float] = {}
     for event in events:
@@ -71,7 +71,7 @@ def outermost(events: list[dict], *, by_thread: bool) -> list[Span]:
 
 
 def in_flight(events: list[dict]) -> list[Span]:
-    """The chunks of fused operators on CPU, sent in the background: from issue until they were waited for."""
+    """Returns the chunks of fused operators on CPU, sent in the background: from issue until the end of their wait."""
     found: list[Span] = []
     issued: dict[str, list[float]] = {}
     for event in events:
@@ -87,7 +87,7 @@ def in_flight(events: list[dict]) -> list[Span]:
 
 
 def hidden_share(found: Iterable[Span]) -> float:
-    """The part of the communication's time during which a GEMM ran."""
+    """Returns the fraction of the communication time during which a GEMM ran."""
     comm, gemm = (merge((s.start, s.end) for s in found if s.kind == kind) for kind in ("communication", "GEMM"))
     total = sum(end - start for start, end in comm)
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in comm for b in gemm)
@@ -95,7 +95,7 @@ def hidden_share(found: Iterable[Span]) -> float:
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union as disjoint intervals, in order."""
+    """Returns the union as disjoint intervals, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:

@@ -13,7 +13,7 @@ import torch_overlap as to
 from gpt.model import GPT, Config
 from gpt.text import Text, batch
 
-EAGER_STEPS = 3  # before the capture: libraries choose their algorithms and make their workspaces
+EAGER_STEPS = 3  # before the capture: libraries select their algorithms and allocate their workspaces
 
 
 class Gradients:
@@ -23,8 +23,8 @@ class Gradients:
         '------------- one all_reduce: the bucket -------'
 
     Before the all_reduce a replicated parameter's gradient is the sum over this rank's rows; a split one's is complete.
-    The bucket also carries this rank's share of the loss and of the squared norm (and so does in one transfer what
-    to.nn.sync_replicated_grads would).
+    The bucket also contains this rank's share of the loss and of the squared norm. It thus replaces
+    to.nn.sync_replicated_grads, with one transfer for everything.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class Gradients:
 class Trainer:
     """A model, its optimizer and the text, stepped together by all ranks of a communicator.
 
-    Everything that a step reads or writes lives in tensors whose addresses never change, so that a CUDA graph of the
+    Everything that a step reads or writes is in tensors whose addresses never change, so that a CUDA graph of the
     step can be replayed: inputs, targets and the learning rate are copied in, the loss is copied out.
     """
 
@@ -84,32 +84,33 @@ class Trainer:
         self.captured = False
 
     def make(self, dtype: torch.dtype, algorithm: str, fp8: to.nn.Float8Recipe | None, keep_gathered: bool) -> None:
-        """The model, and where its loss is after a step."""
+        """Makes the model, and sets the tensor that holds its loss after a step."""
         self.model = GPT(self.config, self.comm, seed=self.seed, device=self.device, dtype=dtype, algorithm=algorithm,
                          fp8=fp8, keep_gathered=keep_gathered)  # fmt: skip
         self.gradients = Gradients(self.model, self.device)
         self.loss = self.gradients.loss
 
     def place(self) -> tuple[slice, slice]:
-        """The rows and columns [S, B] of tokens that this rank has."""
+        """Returns the rows and columns [S, B] of this rank's tokens."""
         per_rank = self.config.sequence // self.comm.get_size()
         return slice(self.comm.get_rank() * per_rank, (self.comm.get_rank() + 1) * per_rank), slice(0, self.batch_size)
 
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the whole model."""
         split = to.nn.split_parameters(self.model)
         parameters = self.model.named_parameters()
         return sum(p.numel() * (self.comm.get_size() if name in split else 1) for name, p in parameters)
 
     def train_step(self, step: int) -> None:
-        """Collective. Its loss is in losses[step] once the device has come so far; the host does not wait for it."""
+        """Runs one step. Collective. The loss is written to losses[step] when the device finishes; the host does not
+        wait for it."""
         self._load(self.text.train, self.seed, step)
         self.learning_rate.fill_(self._rate_at(step))
         self.run_step(step)
         self.losses[step].copy_(self.loss)
 
     def run_step(self, step: int) -> None:
-        """The step on the inputs that are there. On CUDA: a few eager ones, then a replay of the captured one."""
+        """Runs the step on the current inputs. On CUDA: a few eager ones, then a replay of the captured one."""
         if self.graph is None:
             self.compute()
             return
@@ -127,7 +128,7 @@ class Trainer:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def compute(self) -> None:
-        """One step on the inputs that are there; the mean loss of all ranks ends in self.loss."""
+        """Runs one step on the current inputs; self.loss becomes the mean loss of all ranks."""
         self.gradients.flat.zero_()
         loss = self.mean_loss()
         loss.backward()
@@ -136,14 +137,15 @@ class Trainer:
         self.optimizer.step()
 
     def mean_loss(self) -> Tensor:
-        """This rank's part of the mean over all tokens: the ranks' parts add up to it, and so do their gradients."""
+        """Returns this rank's part of the mean over all tokens: the ranks' parts sum to it, and so do their
+        gradients."""
         logits = self.model(self.inputs)
         total = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), reduction="sum")
         return total / (self.config.sequence * self.batch_size)
 
     @torch.no_grad()
     def validation_loss(self, batches: int = 8) -> float:
-        """Collective. The mean loss over windows of the text that is not trained on."""
+        """Returns the mean loss over windows of the text that is not trained on. Collective."""
         total = torch.zeros((), device=self.device)
         for step in range(batches):
             self._load(self.text.valid, self.seed + 1, step)
@@ -153,7 +155,7 @@ class Trainer:
 
     @torch.no_grad()
     def logits_at(self, window: list[int], row: int) -> Tensor:
-        """Collective: what the model gives for one row of a window of bytes, on every rank."""
+        """Returns the model's logits for one row of a window of bytes, on every rank. Collective."""
         padded = torch.zeros(self.config.sequence, 1, dtype=torch.int64)
         padded[: len(window), 0] = torch.tensor(window)
         logits = self.model(padded[self.rows].to(self.device))
@@ -170,7 +172,7 @@ class Trainer:
             static.copy_(new.pin_memory() if self.device.type == "cuda" else new, non_blocking=True)
 
     def _rate_at(self, step: int) -> float:
-        """Linear warm-up over the first twentieth, then a cosine down to a tenth."""
+        """Returns the learning rate: linear warm-up over the first twentieth, then a cosine down to a tenth."""
         warmup = max(1, self.steps // 20)
         if step < warmup:
             return self.rate * (step + 1) / warmup

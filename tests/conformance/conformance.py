@@ -30,13 +30,13 @@ from report import CONFIGURATIONS, Configuration, Row
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MAX_SECONDS_PER_TEST = 120
-MIN_TESTS_PER_PROCESS = 16  # a process imports torch first, which takes as long as several tests
+MIN_TESTS_PER_PROCESS = 16  # importing torch takes longer than several tests
 
 
 @dataclass
 class Result:
     test: str
-    status: str  # passed, failed, skipped; absent: this torch has no such test
+    status: str  # passed, failed, skipped; absent: not in this torch
     seconds: float = 0.0
     detail: str = ""
 
@@ -53,7 +53,7 @@ def run_process(configuration: Configuration, backend: str, names: list[str]) ->
         "OMP_NUM_THREADS": "1",
         # gloo raises an error after a timeout, and the tests expect one.
         "TORCHCOMM_ABORT_ON_ERROR": "0",
-        # torch's stores resolve the name of whoever connects: without an answer from a name server, that takes 5 s.
+        # torch's stores resolve the name of every client, which is slow if no name server answers.
         "RES_OPTIONS": "timeout:1 attempts:1",
         "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))),
         **configuration.variables,
@@ -85,7 +85,8 @@ def run(configuration: Configuration, backend: str, names: list[str], jobs: int)
 
 
 def run_both(jobs: int) -> tuple[list[Row], dict[str, list[str]]]:
-    """Runs both backends in all configurations. Returns the results, and why torch skipped each of the other tests."""
+    """Runs both backends in all configurations. Returns the results, and the reason why torch skipped each of the
+    other tests."""
     rows: list[Row] = []
     skipped: dict[str, list[str]] = {}
     for configuration in CONFIGURATIONS:
@@ -130,7 +131,7 @@ def main() -> int:
         raise SystemExit(
             "conformance: expected the package expecttest, which torch's tests import. pip install expecttest"
         )
-    # Tests of timeouts make dumps of the flight recorder.
+    # Tests of timeouts write dumps of the flight recorder.
     os.environ.setdefault("TORCHCOMM_FR_DUMP_TEMP_FILE", tempfile.mkdtemp(prefix="torch_overlap_traces_") + "/rank_")
     exceptions = report.read_exceptions()
     found: list[str] = []

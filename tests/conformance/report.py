@@ -1,4 +1,4 @@
-"""The results of conformance.py: what they are called, results.json, and the tables of docs/conformance.md."""
+"""The results of conformance.py: their names, results.json, and the tables of docs/conformance.md."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ STOCK, OURS = "gloo", "torch_overlap"
 
 @dataclass(frozen=True)
 class Configuration:
-    """The tests that torch selects for the stock backend `selection` on `ranks` ranks. Without `repeats`, those that
-    the configurations before it skipped; with it, those that the configuration of this name ran."""
+    """The tests that torch selects for the stock backend `selection` on `ranks` ranks. Without `repeats`, these are
+    the tests that the configurations before it skipped; with it, the tests that the configuration of this name ran."""
 
     name: str
     selection: str
@@ -56,12 +56,12 @@ class Row:
 
 
 def reason(row: Row, exceptions: dict[str, str]) -> str | None:
-    """Why the test is expected to fail; None if it is expected to pass."""
+    """Returns the reason why the test is expected to fail; None if it is expected to pass."""
     return exceptions.get(f"{row.configuration}: {row.test}") or exceptions.get(row.test)
 
 
 def problems(rows: list[Row], exceptions: dict[str, str]) -> list[str]:
-    """Says where results are not as `exceptions` has them."""
+    """Lists the results that differ from `exceptions`."""
     found = []
     for row in rows:
         listed = reason(row, exceptions)
@@ -76,13 +76,13 @@ def problems(rows: list[Row], exceptions: dict[str, str]) -> list[str]:
 
 
 def unused(rows: list[Row], exceptions: dict[str, str]) -> list[str]:
-    """Says which exceptions are for no test of `rows`, the results of all configurations."""
+    """Lists the exceptions that match no test of `rows`, the results of all configurations."""
     names = {row.test for row in rows} | {f"{row.configuration}: {row.test}" for row in rows}
     return [f"{name}: expected a test that some configuration runs, got none." for name in exceptions.keys() - names]
 
 
 def read_exceptions() -> dict[str, str]:
-    """Reasons by test, or by "<configuration>: <test>" where the test passes in other configurations."""
+    """Returns reasons by test, or by "<configuration>: <test>" if the test passes in other configurations."""
     return dict(json.loads(EXCEPTIONS.read_text()))
 
 
@@ -116,7 +116,7 @@ def tables(torch_version: str, rows: list[Row], skipped: dict[str, list[str]], e
         if row.ours == "failed":
             lines.append(f"| `{row.test}` | {row.configuration} | {row.stock} | {reason(row, exceptions)} |")
 
-    # Most tests need CUDA devices or NCCL, which torch says in many ways.
+    # Most tests need CUDA devices or NCCL; torch has many messages for that.
     reasons = Counter(
         "needs CUDA devices, or is for NCCL" if re.search("cuda|nccl", str(why), re.IGNORECASE) else why[0]
         for why in skipped.values()

@@ -1,7 +1,7 @@
-"""Runs tests of suite.py one after the other and prints one JSON object a test. conformance.py starts it.
+"""Runs tests of suite.py one after the other and prints one JSON object per test. conformance.py starts it.
 
-Standard input names the tests, one a line; nothing means all of them. The environment holds the rest: BACKEND,
-CONFORMANCE_BACKEND, WORLD_SIZE, DISTRIBUTED_TESTS_DEFAULT_TIMEOUT.
+Standard input has the names of the tests, one per line; empty input selects all of them. The other parameters are in
+the environment: BACKEND, CONFORMANCE_BACKEND, WORLD_SIZE, DISTRIBUTED_TESTS_DEFAULT_TIMEOUT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import suite
 
 
 class Outcome(unittest.TestResult):
-    """Status and reason of one test."""
+    """The status of one test and its reason."""
 
     status, detail = "failed", "no outcome"
 
@@ -42,7 +42,7 @@ def run(name: str, log: FileIO) -> dict[str, object]:
     outcome = Outcome()
     suite.ConformanceTest(name).run(outcome)
     seconds = round(time.monotonic() - begin, 2)
-    if outcome.status == "failed" and "and exception:" not in outcome.detail:  # a rank ended without saying why
+    if outcome.status == "failed" and "and exception:" not in outcome.detail:  # a rank ended without a message
         log.seek(log_begin)
         outcome.detail += "\n" + log.read().decode(errors="replace")
     return {"test": name, "status": outcome.status, "seconds": seconds, "detail": outcome.detail}
@@ -52,7 +52,7 @@ def main() -> None:
     results, stderr = os.fdopen(os.dup(sys.stdout.fileno()), "w"), os.dup(sys.stderr.fileno())
     names = sys.stdin.read().split() or unittest.TestLoader().getTestCaseNames(suite.ConformanceTest)
     with tempfile.TemporaryFile(buffering=0) as log:
-        for stream in (sys.stdout, sys.stderr):  # and of every rank
+        for stream in (sys.stdout, sys.stderr):  # also that of every rank
             os.dup2(log.fileno(), stream.fileno())
         try:
             suite.ConformanceTest.setUpClass()

@@ -1,12 +1,12 @@
-"""torch's own test suite of c10d backends, with process groups of the backend CONFORMANCE_BACKEND.
+"""Runs torch's own test suite of c10d backends with process groups of the backend CONFORMANCE_BACKEND.
 
 The suite (`torch.testing._internal.distributed.distributed_test`) reads the variable BACKEND when it is imported, to
-select the tests that a backend runs, and again in tests, to make process groups. Here the first reading is the stock
-backend whose tests are wanted, the second is the backend under test. The rest is torch's: what a rank does, how its
-exit code is read, timeouts.
+select the tests that a backend runs, and again in tests, to make process groups. Here the first read gives the stock
+backend whose tests are selected, the second the backend under test. The rest is torch's: the code of a rank, the
+meaning of its exit code, timeouts.
 
-Ranks are forked from this process, which has one thread and has imported everything: a test starts within milliseconds.
-torch spawns them, so what happens while an interpreter ends is not tested here.
+Ranks are forked from this process, which has one thread and has imported everything, so a test starts within
+milliseconds. torch spawns them instead, so the end of an interpreter is not tested here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ConformanceTest(distributed_test.TestDistBackend, distributed_test.Distrib
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
         os.environ["BACKEND"] = distributed_test.BACKEND = BACKEND
-        distributed_test.INIT_METHOD = os.environ["INIT_METHOD"]  # setUp() wrote that of this test
+        distributed_test.INIT_METHOD = os.environ["INIT_METHOD"]  # setUp() wrote the one of this test
         super()._run(*args, **kwargs)
 
     def run_test(self, test_name: str, parent_pipe: Any) -> None:

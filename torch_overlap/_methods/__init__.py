@@ -1,6 +1,6 @@
 """The public methods of the classes of `_C`, as Python functions.
 
-`_C` has each of them under its name with an underscore in front, which takes all arguments by position. The function
+`_C` has each of them under the same name with a leading underscore, and takes all arguments by position. The function
 here has the signature, the defaults and the documentation, and names the argument in errors (`arguments.checked`).
 """
 
@@ -17,7 +17,7 @@ from torch_overlap._methods.arguments import checked
 __all__ = ["get_comm", "get_window"]
 
 
-def _put_on(owner: type, function: Callable[..., Any], op: str | None = None) -> None:
+def _set_method(owner: type, function: Callable[..., Any], op: str | None = None) -> None:
     """Makes `function` a method of `owner`."""
     function.__qualname__ = f"{owner.__name__}.{function.__name__}"
     method = checked(function, op)
@@ -25,7 +25,7 @@ def _put_on(owner: type, function: Callable[..., Any], op: str | None = None) ->
 
 
 def _functions(module: ModuleType) -> list[FunctionType]:
-    """The public functions that a module defines."""
+    """Returns the public functions that a module defines."""
     return [
         value
         for name, value in vars(module).items()
@@ -33,9 +33,9 @@ def _functions(module: ModuleType) -> list[FunctionType]:
     ]
 
 
-def _put_constructor_on(owner: type, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-    """Puts a typed constructor before that of the compiled class."""
-    _put_on(owner, make(owner.__init__), owner.__name__.lstrip("_"))  # type: ignore[misc]
+def _set_constructor(owner: type, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+    """Wraps the constructor of the compiled class with a typed one."""
+    _set_method(owner, make(owner.__init__), owner.__name__.lstrip("_"))  # type: ignore[misc]
 
 
 _METHODS: dict[type, Sequence[Callable[..., Any]]] = {
@@ -48,14 +48,14 @@ _METHODS: dict[type, Sequence[Callable[..., Any]]] = {
 }
 for _owner, _all in _METHODS.items():
     for _function in _all:
-        _put_on(_owner, _function)
-_put_constructor_on(_C.P2POp, values.constructor_of_p2p)
-_put_constructor_on(_C.ReduceOp, values.constructor_of_reduce_op)
-_put_constructor_on(_C.CommOptions, values.constructor_of_comm_options)
-_put_constructor_on(_C.BackendOptions, c10d.constructor_of_options)
-_put_constructor_on(_C._BackendWrapper, c10d.constructor_of_wrapper)
+        _set_method(_owner, _function)
+_set_constructor(_C.P2POp, values.constructor_of_p2p)
+_set_constructor(_C.ReduceOp, values.constructor_of_reduce_op)
+_set_constructor(_C.CommOptions, values.constructor_of_comm_options)
+_set_constructor(_C.BackendOptions, c10d.constructor_of_options)
+_set_constructor(_C._BackendWrapper, c10d.constructor_of_wrapper)
 for _kind in values.OP_OPTIONS:
-    _put_constructor_on(_kind, values.constructor_of_options)
+    _set_constructor(_kind, values.constructor_of_options)
 setattr(_C.ReduceOp, "PREMUL_SUM", staticmethod(checked(values.PREMUL_SUM, "ReduceOp.PREMUL_SUM")))  # noqa: B010
 
 get_comm = checked(values.get_comm)

@@ -1,8 +1,8 @@
-"""Arguments that do not fit a function's signature raise an InvalidTypeError that names the one at fault.
+"""Raises an InvalidTypeError that names the argument if a call does not match a function's signature.
 
     all_reduce: expected a torch.Tensor for tensor, got numpy.ndarray; convert it with torch.from_numpy
 
-A call that is right pays for one more Python frame: the annotations are read only after a TypeError.
+A correct call costs one more Python frame: the annotations are read only after a TypeError.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _FIXES = {
 
 
 def checked(function: F, name: str | None = None) -> F:
-    """`function`, whose TypeErrors name the argument. `name` is the one in errors; by default the function's."""
+    """Returns `function` with TypeErrors that name the argument. `name` is used in errors; default: the function's
+    name."""
     op = name or function.__name__
 
     @functools.wraps(function)
@@ -55,7 +56,7 @@ def checked(function: F, name: str | None = None) -> F:
 
 
 def checked_first(function: F) -> F:
-    """`function`, whose arguments are checked before each call: for calls that cost more than that."""
+    """Returns `function` with its arguments checked before each call, for calls that cost more than the check."""
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
@@ -66,10 +67,10 @@ def checked_first(function: F) -> F:
 
 
 def check_arguments(op: str, function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-    """Checks the arguments of a call against the signature of `function`; a `self` is not looked at.
+    """Checks the arguments of a call against the signature of `function`, except `self`.
 
     Raises:
-        InvalidTypeError: one is missing, unknown or given twice, or does not have the type of its annotation.
+        InvalidTypeError: an argument is missing, unknown or given twice, or does not have the type of its annotation.
     """
     parameters = dict(inspect.signature(function).parameters)
     if "self" in parameters:
@@ -84,7 +85,7 @@ def check_arguments(op: str, function: Callable[..., Any], args: Sequence[Any], 
 def _bind(
     op: str, parameters: Mapping[str, inspect.Parameter], args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the value that a call gives each parameter."""
+    """Returns the value that a call passes for each parameter."""
     by_position = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     if len(args) > len(by_position):
         most = f"at most {len(by_position)} arguments ({', '.join(by_position)})" if by_position else "no arguments"
@@ -115,7 +116,7 @@ def _check(op: str, name: str, hint: Any, value: Any) -> None:
 
 
 def _refuse(op: str, name: str, choices: Sequence[Any], value: Any) -> NoReturn:
-    expected = " or ".join(_text(choice) for choice in choices)
+    expected = " or ".join(_type_text(choice) for choice in choices)
     fix = next((_FIXES[c, _type_name(value)] for c in choices if (c, _type_name(value)) in _FIXES), None)
     raise InvalidTypeError(
         f"{op}: expected {expected} for {name}, got {describe(value)}" + (f"; {fix}" if fix is not None else "")
@@ -146,7 +147,8 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def describe(value: Any) -> str:
-    """How errors show a value: 5 (int); the type alone where its text may be long, or on a GPU."""
+    """Returns a value's text for errors, such as 5 (int). Only the type if the text may be long or the value is on a
+    GPU."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -175,7 +177,7 @@ def _name(kind: type) -> str:
     return f"{'torch_overlap' if kind.__module__ == 'torch_overlap._C' else kind.__module__}.{kind.__qualname__}"
 
 
-def _text(hint: Any) -> str:
+def _type_text(hint: Any) -> str:
     origin = get_origin(hint)
     if origin is Sequence:
         return f"a sequence of {_plural(get_args(hint)[0])}"
@@ -189,4 +191,4 @@ def _text(hint: Any) -> str:
 
 
 def _plural(hint: Any) -> str:
-    return _text(hint).split(" ", 1)[1] + "s"
+    return _type_text(hint).split(" ", 1)[1] + "s"

@@ -1,4 +1,4 @@
-"""The methods of the torch.distributed backend and its options."""
+"""Methods of the torch.distributed backend and its options."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def constructor_of_wrapper(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def get_comm(self: _BackendWrapper, device: torch.device | None = None) -> TorchComm:
-    """The communicator that tensors on `device` use; made if need be, which is collective."""
+    """Returns the communicator for tensors on `device`. Creates it if necessary, which is collective."""
     return self._get_comm(device)

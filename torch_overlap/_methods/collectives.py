@@ -1,4 +1,4 @@
-"""The operations of TorchComm."""
+"""Operations of TorchComm."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def send(
     timeout: timedelta | None = None,
     options: SendOptions | None = None,
 ) -> TorchWork:
-    """Sends `tensor` to rank `dst`, whose recv has the same number of bytes. Any dtype."""
+    """Sends `tensor` to rank `dst`, whose recv must have the same number of bytes. Any dtype."""
     return self._send(tensor, dst, async_op, hints, timeout, options)
 
 
@@ -52,7 +52,7 @@ def recv(
     timeout: timedelta | None = None,
     options: RecvOptions | None = None,
 ) -> TorchWork:
-    """Receives into `tensor` what rank `src` sends. Sends and receives between two ranks match in order."""
+    """Receives into `tensor` from rank `src`. Sends and receives between two ranks match in order."""
     return self._recv(tensor, src, async_op, hints, timeout, options)
 
 
@@ -65,7 +65,7 @@ def broadcast(
     timeout: timedelta | None = None,
     options: BroadcastOptions | None = None,
 ) -> TorchWork:
-    """Every rank's `tensor` becomes that of `root`. In place; any dtype."""
+    """Copies the `tensor` of `root` into every rank's `tensor`. In place; any dtype."""
     return self._broadcast(tensor, root, async_op, hints, timeout, options)
 
 
@@ -78,9 +78,9 @@ def all_reduce(
     timeout: timedelta | None = None,
     options: AllReduceOptions | None = None,
 ) -> TorchWork:
-    """Every rank's `tensor` becomes the reduction of all. In place.
+    """Reduces `tensor` over all ranks; every rank gets the result. In place.
 
-    A sparse COO tensor (SUM) becomes the coalesced sum.
+    A sparse COO tensor (SUM only) becomes the coalesced sum.
     """
     return self._all_reduce(tensor, op, async_op, hints, timeout, options)
 
@@ -95,7 +95,7 @@ def reduce(
     timeout: timedelta | None = None,
     options: ReduceOptions | None = None,
 ) -> TorchWork:
-    """The `tensor` of `root` becomes the reduction of all. In place there; the other ranks' stay as they are."""
+    """Reduces `tensor` over all ranks into the `tensor` of `root`, in place. The other ranks' tensors are unchanged."""
     return self._reduce(tensor, root, op, async_op, hints, timeout, options)
 
 
@@ -106,7 +106,7 @@ def barrier(
     timeout: timedelta | None = None,
     options: BarrierOptions | None = None,
 ) -> TorchWork:
-    """CPU: no rank gets past it before all have come. CUDA: the same on the stream; the host does not wait."""
+    """Blocks until all ranks have entered. CUDA: the stream waits, the host does not."""
     return self._barrier(async_op, hints, timeout, options)
 
 
@@ -119,9 +119,9 @@ def all_gather(
     timeout: timedelta | None = None,
     options: AllGatherOptions | None = None,
 ) -> TorchWork:
-    """tensor_list[r] becomes the `tensor` of rank r, of the same number of elements on every rank.
+    """Copies the `tensor` of rank r into tensor_list[r]. All ranks pass the same number of elements.
 
-    Fastest when the list's tensors lie one behind the other in memory.
+    Fastest if the list's tensors are contiguous in memory, in order.
     """
     return self._all_gather(tensor_list, tensor, async_op, hints, timeout, options)
 
@@ -148,7 +148,7 @@ def all_gather_single(
     timeout: timedelta | None = None,
     options: AllGatherSingleOptions | None = None,
 ) -> TorchWork:
-    """The r-th of get_size() equal pieces of `output` becomes the `input` of rank r."""
+    """Copies the `input` of rank r into piece r of `output`, which has get_size() equal pieces."""
     return self._all_gather_single(output, input, async_op, hints, timeout, options)
 
 
@@ -162,9 +162,9 @@ def gather(
     timeout: timedelta | None = None,
     options: GatherOptions | None = None,
 ) -> TorchWork:
-    """output_tensor_list[r] of rank `root` becomes the `input_tensor` of rank r.
+    """Copies the `input_tensor` of rank r into output_tensor_list[r] on rank `root`.
 
-    Elsewhere the list is not looked at: [] or None.
+    The list is ignored on other ranks: pass [] or None.
     """
     return self._gather(output_tensor_list, input_tensor, root, async_op, hints, timeout, options)
 
@@ -179,7 +179,8 @@ def gather_single(
     timeout: timedelta | None = None,
     options: GatherSingleOptions | None = None,
 ) -> TorchWork:
-    """The r-th piece of the `output` of rank `root` becomes the `input` of rank r. Elsewhere `output` may be None."""
+    """Copies the `input` of rank r into piece r of the `output` of rank `root`. Other ranks may pass None for
+    `output`."""
     return self._gather_single(output, input, root, async_op, hints, timeout, options)
 
 
@@ -193,7 +194,7 @@ def reduce_scatter(
     timeout: timedelta | None = None,
     options: ReduceScatterOptions | None = None,
 ) -> TorchWork:
-    """The `output` of rank r becomes the reduction of all ranks' input_list[r]."""
+    """Reduces input_list[r] over all ranks into the `output` of rank r."""
     return self._reduce_scatter(output, input_list, op, async_op, hints, timeout, options)
 
 
@@ -221,7 +222,7 @@ def reduce_scatter_single(
     timeout: timedelta | None = None,
     options: ReduceScatterSingleOptions | None = None,
 ) -> TorchWork:
-    """The `output` of rank r becomes the reduction of the r-th pieces of all ranks' `input`."""
+    """Reduces piece r of `input` over all ranks into the `output` of rank r."""
     return self._reduce_scatter_single(output, input, op, async_op, hints, timeout, options)
 
 
@@ -235,9 +236,9 @@ def scatter(
     timeout: timedelta | None = None,
     options: ScatterOptions | None = None,
 ) -> TorchWork:
-    """The `output_tensor` of rank r becomes input_tensor_list[r] of rank `root`.
+    """Copies input_tensor_list[r] of rank `root` into the `output_tensor` of rank r.
 
-    Elsewhere the list is not looked at: [] or None.
+    The list is ignored on other ranks: pass [] or None.
     """
     return self._scatter(output_tensor, input_tensor_list, root, async_op, hints, timeout, options)
 
@@ -251,7 +252,7 @@ def all_to_all(
     timeout: timedelta | None = None,
     options: AllToAllOptions | None = None,
 ) -> TorchWork:
-    """output_tensor_list[r] becomes rank r's input_tensor_list of this rank. Sizes may differ by pair."""
+    """Copies rank r's input_tensor_list[this rank] into output_tensor_list[r]. Sizes may differ by pair of ranks."""
     return self._all_to_all(output_tensor_list, input_tensor_list, async_op, hints, timeout, options)
 
 
@@ -264,7 +265,7 @@ def all_to_all_single(
     timeout: timedelta | None = None,
     options: AllToAllSingleOptions | None = None,
 ) -> TorchWork:
-    """The r-th piece of `output` becomes the piece of rank r's `input` that has this rank's number."""
+    """Copies the piece of rank r's `input` that belongs to this rank into piece r of `output`."""
     return self._all_to_all_single(output, input, async_op, hints, timeout, options)
 
 
@@ -279,9 +280,10 @@ def all_to_all_v_single(
     timeout: timedelta | None = None,
     options: AllToAllvSingleOptions | None = None,
 ) -> TorchWork:
-    """all_to_all_single with pieces that differ.
+    """all_to_all_single with pieces of different sizes.
 
-    input_split_sizes[r] slices of dimension 0 go to rank r, output_split_sizes[r] come from it. [] means equal pieces.
+    input_split_sizes[r] slices of dimension 0 go to rank r, output_split_sizes[r] slices are received from it. [] means
+    equal pieces.
     """
     return self._all_to_all_v_single(
         output, input, output_split_sizes, input_split_sizes, async_op, hints, timeout, options

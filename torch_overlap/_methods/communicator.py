@@ -1,4 +1,4 @@
-"""The methods of TorchComm that are no operations."""
+"""Methods of TorchComm that are not operations."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ from torch_overlap._C import (
 
 
 def get_rank(self: TorchComm) -> int:
-    """The rank of this end."""
+    """Returns this process's rank in the communicator."""
     return self._get_rank()
 
 
 def get_size(self: TorchComm) -> int:
-    """The number of ranks."""
+    """Returns the number of ranks."""
     return self._get_size()
 
 
 def get_name(self: TorchComm) -> str:
-    """The name: unique among the live communicators of this process."""
+    """Returns the name, which is unique among the live communicators of this process."""
     return self._get_name()
 
 
 def get_device(self: TorchComm) -> torch.device:
-    """The device that tensors must be on."""
+    """Returns the device that tensors must be on."""
     return self._get_device()
 
 
 def get_backend(self: TorchComm) -> str:
-    """The backend's name."""
+    """Returns the backend's name."""
     return self._get_backend()
 
 
 def get_backend_version(self: TorchComm) -> str:
-    """The version of the library underneath."""
+    """Returns the version of the communication library."""
     return self._get_backend_version()
 
 
 def get_options(self: TorchComm) -> CommOptions:
-    """A copy of the options in force, as CommOptions."""
+    """Returns a copy of the effective options, as CommOptions."""
     return self._get_options()
 
 
 def get_ranks_in_world(self: TorchComm) -> list[int]:
-    """The members' ranks in the communicator that new_comm made, by rank."""
+    """Returns the members' ranks in the communicator that new_comm made, in rank order."""
     return self._get_ranks_in_world()
 
 
 def get_native_handle(self: TorchComm) -> int:
-    """The address of the ncclComm_t; 0 for a backend without one."""
+    """Returns the address of the ncclComm_t; 0 for a backend without one."""
     return self._get_native_handle()
 
 
@@ -75,56 +75,60 @@ def split(
     """Makes a communicator of some of the ranks. Collective over this communicator.
 
     Args:
-        ranks: the members; position becomes the rank in the new one. Ranks of different groups pass different lists in
-            the same call; an empty list gives None. A list without the calling rank, with a rank twice or out of
-            range, or unlike the lists of its members, raises on every rank.
+        ranks: the members; the position becomes the rank in the new communicator. Ranks of different groups pass
+            different lists in the same call; an empty list returns None. Raises on every rank if a list lacks the
+            calling rank, has a rank twice or out of range, or differs from the lists of its members.
         name: generated if None.
-        hints, timeout: over the options, which are this communicator's.
+        hints: override those of this communicator, whose options the new one inherits.
+        timeout: overrides that of this communicator.
     """
     return self._split(ranks, name, hints, timeout)
 
 
 def finalize(self: TorchComm) -> None:
-    """Waits for all operations, for the communicator's timeout at most, and frees it. Collective.
+    """Waits for all operations, for at most the communicator's timeout, and frees the communicator. Collective.
 
-    Afterwards every operation raises StateError, and so does what would have no effect: a second finalize,
-    set_timeout, set_hints, a hook's registration, batch_op_create, a window's map_remote_tensor and get_attr. What
-    tells of the communicator, abort, and a window's tensor_deregister still work. The native communicator lives on
-    until the last CUDA graph that captured it is gone.
+    Afterwards every operation raises StateError, and so do calls that would have no effect: a second finalize,
+    set_timeout, set_hints, a hook's registration, batch_op_create, a window's map_remote_tensor and get_attr. Queries
+    of the communicator, abort, and a window's tensor_deregister still work. The native communicator is kept until the
+    last CUDA graph that captured it is destroyed.
     """
     self._finalize()
 
 
 def abort(self: TorchComm) -> None:
-    """Ends all operations at once, on this rank, and runs the abort hooks. Never ends the process."""
+    """Ends all operations immediately, on this rank, and runs the abort hooks. Never ends the process."""
     self._abort()
 
 
 def is_aborted(self: TorchComm) -> bool:
-    """True once abort() has ended this end; on NCCL, also once an operation has failed.
+    """Returns True after abort() on this rank; on NCCL, also after an operation has failed.
 
-    Asks no other rank; any thread.
+    Does not query other ranks. Callable from any thread.
     """
     return self._is_aborted()
 
 
 def is_abort_supported(self: TorchComm) -> bool:
-    """True if abort() ends operations that are under way, which it does on every backend here."""
+    """Returns True if abort() ends operations in flight, which it does on every built-in backend."""
     return self._is_abort_supported()
 
 
 def is_finalized(self: TorchComm) -> bool:
-    """True once finalize() was called here, also while it still waits. Asks no other rank; any thread."""
+    """Returns True after finalize() was called on this rank, also while it still waits. Callable from any thread.
+
+    Does not query other ranks.
+    """
     return self._is_finalized()
 
 
 def get_init_handle(self: TorchComm) -> str:
-    """The text that names this rank in reconfigure(), the same for the life of the object."""
+    """Returns the text that identifies this rank in reconfigure(). It is constant for the life of the object."""
     return self._get_init_handle()
 
 
 def get_generation(self: TorchComm) -> int:
-    """How often the members were changed."""
+    """Returns the number of times that the members were changed."""
     return self._get_generation()
 
 
@@ -135,91 +139,91 @@ def reconfigure(
     timeout: timedelta | None = None,
     hints: Mapping[str, str] | None = None,
 ) -> TorchWork:
-    """Gives the communicator other members: fewer after a rank was lost, or more. Also after a failure or abort().
+    """Changes the members of the communicator: fewer after a rank was lost, or more. Also after a failure or abort().
 
-    Collective over the ranks whose handles are given. What is under way ends with an error; rank and size change; the
-    object, its name, hooks and options stay. Blocks until all have come; the error then names who did not, and another
-    call, with another uuid, may follow. Returns a work that is done.
+    Collective over the ranks whose handles are given. Operations in flight end with an error. Rank and size change; the
+    object, its name, hooks and options stay. Blocks until all members have called it; after a timeout the error names
+    those that did not, and another call, with another uuid, may follow. Returns a completed work.
 
-    Needs new_comm(enable_reconfigure=True), and a store that has outlived the lost ranks. A new member makes its own
-    end with new_comm(..., rank=0, size=1), the same name and the same store. Windows, CUDA graphs and process groups
-    made before are of no use after it.
+    Needs new_comm(enable_reconfigure=True), and a store that has outlived the lost ranks. A new member creates its
+    communicator with new_comm(..., rank=0, size=1), the same name and the same store. Windows, CUDA graphs and process
+    groups made before are unusable afterwards.
 
     Args:
-        uuid: names the generation. Equal on all members, and never used before for this communicator.
-        init_handles: what get_init_handle() gave on the members. In a list the position becomes the rank; of a set,
-            those who were members together keep their order and new ones come after.
-        timeout: None is the communicator's.
+        uuid: identifies the generation. Equal on all members, and never used before for this communicator.
+        init_handles: the results of get_init_handle() of the members. In a list the position becomes the rank. In a
+            set, previous members keep their order and new ones follow.
+        timeout: None means the communicator's.
         hints: as for set_hints().
     """
     return self._reconfigure(uuid, init_handles, timeout, hints)
 
 
 def set_timeout(self: TorchComm, timeout: timedelta) -> None:
-    """Sets how long an operation may take, from the next one on."""
+    """Sets the timeout of an operation, from the next operation on."""
     self._set_timeout(timeout)
 
 
 def set_hints(self: TorchComm, hints: Mapping[str, str]) -> None:
-    """Puts hints over those given before.
+    """Adds hints, overriding those given before.
 
-    Those that the backend's library takes when it makes a communicator have their effect in later children, and after
-    reconfigure(). One warning names those that the backend does not know; a value that it cannot read raises, and
+    Hints that the backend's library reads at communicator creation take effect in later children, and after
+    reconfigure(). One warning names the hints that the backend does not know. A value that it cannot parse raises, and
     changes nothing.
     """
     self._set_hints(hints)
 
 
 def batch_op_create(self: TorchComm) -> BatchSendRecv:
-    """An empty BatchSendRecv."""
+    """Returns an empty BatchSendRecv."""
     return self._batch_op_create()
 
 
 def new_window(self: TorchComm, tensor: Tensor | None = None) -> TorchCommWindow:
-    """A window of this communicator, with `tensor` registered if one is given.
+    """Returns a window of this communicator, with `tensor` registered if one is given.
 
-    Collective: all ranks pass one, or none.
+    Collective: either all ranks pass a tensor, or none does.
     """
     return self._new_window(tensor)
 
 
 def get_mem_allocator(self: TorchComm) -> Any:
-    """torch_overlap.get_mem_allocator of this communicator's backend."""
+    """Returns torch_overlap.get_mem_allocator of this communicator's backend."""
     from torch_overlap.symmetric import get_mem_allocator
 
     return get_mem_allocator(self.get_backend())
 
 
 def tensor_register(self: TorchComm, tensor: Tensor) -> None:
-    """Tells NCCL of memory that will be in many operations (ncclCommRegister).
+    """Registers memory that many operations will use with NCCL (ncclCommRegister).
 
-    Local; without effect on other backends. Deregister before the memory goes.
+    Local; a no-op on other backends. Deregister before the memory is freed.
     """
     self._tensor_register(tensor)
 
 
 def tensor_deregister(self: TorchComm, tensor: Tensor) -> None:
-    """Takes back tensor_register."""
+    """Reverts tensor_register."""
     self._tensor_deregister(tensor)
 
 
 def register_pre_hook(self: TorchComm, callback: Callable[[OpName, int, Any], object]) -> RemovableHandle:
     """Calls callback(name: OpName, op_id: int, args) before every operation.
 
-    `args` is of the operation's class in torch_overlap.hooks. Hooks run in the order of registration. An exception
-    stops the operation before anything is sent.
+    `args` has the operation's class in torch_overlap.hooks. Hooks run in the order of registration. An exception stops
+    the operation before anything is sent.
     """
     return self._register_pre_hook(callback)
 
 
 def register_post_hook(self: TorchComm, callback: Callable[[int, Any], object]) -> RemovableHandle:
-    """Calls callback(op_id: int, args) when an operation was issued or failed (`args.error`).
+    """Calls callback(op_id: int, args) after an operation was issued or failed (`args.error`).
 
-    Once for each time that the pre-hooks ran.
+    It runs once for each time that the pre-hooks ran.
     """
     return self._register_post_hook(callback)
 
 
 def register_abort_hook(self: TorchComm, callback: Callable[[], object]) -> RemovableHandle:
-    """Calls callback() on abort(), and before a timeout or an error ends the process, then on another thread."""
+    """Calls callback() on abort(), and, on another thread, before a timeout or an error ends the process."""
     return self._register_abort_hook(callback)

@@ -1,4 +1,4 @@
-"""Constructors of the classes that hold values, and the functions that find what was made."""
+"""Constructors of the value classes, and lookup functions for communicators and windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_overlap import _C
 from torch_overlap._C import CommOptions, P2POp, P2POpType, RedOpType, ReduceOp, TorchComm, TorchCommWindow
 
-# One class an operation, of equal constructors.
+# Option classes of the operations. All have the same constructor.
 OP_OPTIONS: tuple[type, ...] = (
     _C.SendOptions,
     _C.RecvOptions,
@@ -62,7 +62,7 @@ def constructor_of_comm_options(init: Callable[..., None]) -> Callable[..., None
 
 
 def PREMUL_SUM(factor: float | Tensor) -> ReduceOp:
-    """A sum of the inputs times `factor`.
+    """Returns a sum reduction of the inputs, each multiplied by `factor`.
 
     Args:
         factor: a number, or a one-element tensor of the reduced tensor's dtype and device, which is read when the
@@ -72,15 +72,15 @@ def PREMUL_SUM(factor: float | Tensor) -> ReduceOp:
 
 
 def get_comm(name: str) -> TorchComm:
-    """The live communicator of that name in this process.
+    """Returns the live communicator of this name in the process.
 
     Raises:
         StateError: it was finalized.
-        InvalidValueError: there is none, and none of the latest 1000 finalized ones.
+        InvalidValueError: no such communicator exists, nor is it among the latest 1000 finalized ones.
     """
     return _C._get_comm(name)
 
 
 def get_window(name: str) -> TorchCommWindow:
-    """The live window of that name that this rank made."""
+    """Returns the live window of this name that this rank made."""
     return _C._get_window(name)

@@ -1,4 +1,4 @@
-"""The methods of TorchCommWindow."""
+"""Methods of TorchCommWindow."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from torch_overlap._C import InvalidTypeError, TorchComm, TorchCommWindow, Torch
 
 
 def tensor_register(self: TorchCommWindow, tensor: Tensor, owning: bool = True) -> None:
-    """Makes `tensor` this rank's part of the window. Collective; blocks.
+    """Registers `tensor` as this rank's part of the window. Collective; blocks.
 
-    An error of one rank is raised on every rank; ranks that cannot reach each other's memory get UnsupportedError,
-    which names a pair and why, unless the backend writes to it all the same (NCCL 2.29 or newer: docs/windows.md).
+    An error of one rank is raised on every rank. Raises UnsupportedError, naming a pair of ranks and the reason, if
+    ranks cannot map each other's memory, unless the backend can write to it anyway (NCCL 2.29 or newer:
+    docs/windows.md).
 
     Args:
-        tensor: contiguous, of the same dtype and size on all ranks; from torch_overlap.symmetric_empty, or made under a
-            torch.cuda.MemPool over get_mem_allocator(). (Ranks that are threads take any CPU tensor.)
-        owning: the window keeps the tensor; with False the caller does.
+        tensor: contiguous, of the same dtype and size on all ranks; allocated by torch_overlap.symmetric_empty, or
+            under a torch.cuda.MemPool over get_mem_allocator(). (Ranks that are threads accept any CPU tensor.)
+        owning: if True the window keeps the tensor alive; otherwise the caller must.
     """
     self._tensor_register(tensor, owning)
 
 
 def tensor_deregister(self: TorchCommWindow) -> None:
-    """Takes back tensor_register. Collective; blocks. Graphs must not be running.
+    """Reverts tensor_register. Collective; blocks. Graphs must not be running.
 
-    Waits for this window's operations, for the communicator's timeout at most, then for all ranks: nobody writes to the
-    tensor any more.
+    Waits for this window's operations, for at most the communicator's timeout, then for all ranks. Afterwards no rank
+    writes to the tensor.
     """
     self._tensor_deregister()
 
@@ -46,12 +47,16 @@ def put(
     target_offset_nelems: int | None = None,
     signal: bool = False,
 ) -> TorchWork:
-    """Copies `tensor` to the elements from `offset` on of the tensor of rank `dst_rank`. Signals it only if `signal`.
+    """Copies `tensor` into the tensor of rank `dst_rank`, starting at element `offset`. Signals it only if `signal`.
 
     Args:
         tensor: contiguous, of the window's dtype, anywhere on the device.
+        dst_rank: the rank to write to.
         offset: in elements.
-        signal: signal(dst_rank) follows, and the work that is returned is done when both are.
+        async_op: if True, returns before completion; call wait() on the work.
+        hints: as for the operations of TorchComm.
+        timeout: None means the communicator's.
+        signal: also issues signal(dst_rank); the returned work completes when both have.
         peer_rank, target_offset_nelems: torchcomms' names of dst_rank and offset.
     """
     to = _either("put", "dst_rank", dst_rank, "peer_rank", peer_rank)
@@ -68,7 +73,7 @@ def signal(
     *,
     peer_rank: int | None = None,
 ) -> TorchWork:
-    """Adds one to the signals that rank `dst_rank` (also called peer_rank) has of this one."""
+    """Increments the count of signals that rank `dst_rank` (also called peer_rank) has received from this rank."""
     to = _either("signal", "dst_rank", dst_rank, "peer_rank", peer_rank)
     return self._signal(to, async_op, hints, timeout)
 
@@ -85,37 +90,38 @@ def wait_signal(
 
 
 def map_remote_tensor(self: TorchCommWindow, rank: int) -> Tensor:
-    """The tensor of `rank`, in this process: it keeps the memory. Only signals order what is done with it."""
+    """Returns the tensor of `rank`, mapped into this process. It keeps the memory alive. Only signals order
+    accesses."""
     return self._map_remote_tensor(rank)
 
 
 def get_attr(self: TorchCommWindow, peer_rank: int) -> TorchCommWindowAttr:
-    """How this rank gets at the part of `peer_rank`."""
+    """Returns how this rank accesses the part of `peer_rank`."""
     return self._get_attr(peer_rank)
 
 
 def get_size(self: TorchCommWindow) -> int:
-    """Bytes of one rank's part."""
+    """Returns the size in bytes of one rank's part."""
     return self._get_size()
 
 
 def get_tensor(self: TorchCommWindow) -> Tensor:
-    """This rank's tensor."""
+    """Returns this rank's tensor."""
     return self._get_tensor()
 
 
 def get_name(self: TorchCommWindow) -> str:
-    """The name by which operators find it."""
+    """Returns the name by which operators find the window."""
     return self._get_name()
 
 
 def get_comm(self: TorchCommWindow) -> TorchComm:
-    """The communicator."""
+    """Returns the communicator."""
     return self._get_comm()
 
 
 def _either(op: str, name: str, value: int | None, other_name: str, other: int | None) -> int:
-    """One of two names of an argument: ours, and the one that torchcomms gives it."""
+    """Returns the argument that was given under one of its two names: ours, or torchcomms'."""
     if value is None and other is not None:
         return other
     if value is None or other is not None:

@@ -1,4 +1,4 @@
-"""The methods of TorchWork, BatchSendRecv and RemovableHandle."""
+"""Methods of TorchWork, BatchSendRecv and RemovableHandle."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch_overlap._C import BatchP2POptions, BatchSendRecv, RemovableHandle, To
 
 
 def wait(self: TorchWork, timeout: timedelta | None = None) -> None:
-    """Makes the results visible to what comes next.
+    """Makes the results visible to subsequent work.
 
     CUDA: the current stream waits for the operation; the host does not. CPU: the thread blocks. With a `timeout` the
-    thread blocks on every device, for that long at most. In a CUDA graph capture it adds the edge from the operation to
-    the current stream, and is needed only where the captured work reads the result.
+    thread blocks on every device, for at most that long. In a CUDA graph capture it adds the edge from the operation to
+    the current stream, and is needed only if the captured work reads the result.
 
     Raises:
         OperationTimeoutError, or the operation's own error.
@@ -24,12 +24,12 @@ def wait(self: TorchWork, timeout: timedelta | None = None) -> None:
 
 
 def wait_blocking(self: TorchWork, timeout: timedelta | None = None) -> None:
-    """Blocks the thread, on every device, until the operation is done, for `timeout` at most."""
+    """Blocks the thread, on every device, until the operation completes, for at most `timeout`."""
     self._wait_blocking(timeout)
 
 
 def is_completed(self: TorchWork) -> bool:
-    """True once the operation is done, well or badly. Asks the device now; never blocks.
+    """Returns True once the operation has completed or failed. Queries the device; never blocks.
 
     False for an operation that was captured in a CUDA graph: it runs at each replay.
     """
@@ -37,12 +37,12 @@ def is_completed(self: TorchWork) -> bool:
 
 
 def status(self: TorchWork) -> WorkStatus:
-    """The WorkStatus, now."""
+    """Returns the current WorkStatus."""
     return self._status()
 
 
 def exception(self: TorchWork) -> BaseException | None:
-    """The exception that the operation ended with, or None."""
+    """Returns the exception that the operation ended with, or None."""
     return self._exception()
 
 
@@ -63,10 +63,10 @@ def issue(
     hints: Mapping[str, str] | None = None,
     timeout: timedelta | None = None,
 ) -> TorchWork:
-    """Issues what was added, as one operation. An empty batch raises InvalidValueError."""
+    """Issues the added sends and receives as one operation. An empty batch raises InvalidValueError."""
     return self._issue(async_op, options, hints, timeout)
 
 
 def remove(self: RemovableHandle) -> None:
-    """Takes the hook out, also from inside a call. A second time it does nothing."""
+    """Removes the hook. Allowed inside a hook call. No-op the second time."""
     self._remove()

@@ -1,4 +1,4 @@
-"""The products of a layer as torch's async tensor parallelism computes them, put in by hand.
+"""The products of a layer by torch's async tensor parallelism, inserted by hand.
 
 torch.compile with torch._inductor.config._micro_pipeline_tp fuses (torch/_inductor/fx_passes/micro_pipeline_tp.py), in
 a layer with sequence parallelism:
@@ -9,11 +9,11 @@ a layer with sequence parallelism:
     backward  one weight: dy w, then reduce-scatter:        dy gathered, then dy w:
               fused_matmul_reduce_scatter                   fused_all_gather_matmul
               several: reduce-scatter of their products'
-              sum, not fused, for it follows no product
+              sum, not fused, since it follows no product
 
-What is gathered is kept (return_A): x until the backward pass, where nothing gathers it again, and dy for the gradient
-of the weight. These gradients are plain products. "joined" gives async TP one weight for all of one gather (query, key
-and value; gate and up), of which it fuses the backward pass too. All else of the layer stays what it is.
+Gathered tensors are kept (return_A): x until the backward pass, which does not gather it again, and dy for the gradient
+of the weight. These gradients are plain products. "joined" gives async TP one weight for all products of one gather
+(query, key and value; gate and up), and it then fuses their backward pass too. The rest of the layer is unchanged.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ GATHER_MATMUL = "symm_mem::fused_all_gather_matmul"
 
 @dataclass(frozen=True)
 class Products:
-    """What async TP puts in, of rows [M, K] and weights [K, N].
+    """The operators of async TP, for rows [M, K] and weights [K, N].
 
-    gather_matmul: of this rank's rows, all rows and their product with each weight.
-    matmul_scatter: this rank's rows of the sum of all ranks' products.
-    scatter: this rank's rows of the sum of all ranks' rows.
+    gather_matmul: takes this rank's rows, returns all rows and their product with each weight.
+    matmul_scatter: returns this rank's rows of the sum of all ranks' products.
+    scatter: returns this rank's rows of the sum of all ranks' rows.
     """
 
     gather_matmul: Callable[[Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]
@@ -49,10 +49,11 @@ class Products:
 
     @staticmethod
     def fused(group: dist.ProcessGroup, device: torch.device) -> Products:
-        """By torch.ops.symm_mem, which makes its symmetric memory at the first calls: capture the later ones.
+        """Returns torch.ops.symm_mem's operators. They allocate symmetric memory in their first calls: capture later
+        calls.
 
         Raises:
-            RuntimeError: they do not run there.
+            RuntimeError: they do not run on this device or group.
         """
         if not torch._C._dispatch_has_kernel_for_dispatch_key(GATHER_MATMUL, device.type.upper()):
             raise RuntimeError(NO_CUDA)
@@ -77,9 +78,9 @@ class Products:
 
 
 def use_async_tp(block: ParallelTransformerBlock, products: Products, joined: bool) -> None:
-    """Computes the products of a block with sequence parallelism along dim 0 and no biases by `products`.
+    """Makes a block compute its products by `products`. Requires sequence parallelism along dim 0 and no biases.
 
-    The parameters stay the block's; `joined`: of one gather they become one, one behind the other along dim 0.
+    The block keeps its parameters. `joined`: the weights of one gather are concatenated along dim 0.
     """
     for part, first, last in ((block.attention, "qkv", "out"), (block.mlp, "up", "down")):
         setattr(part, first, _Column(getattr(part, first), products, joined))

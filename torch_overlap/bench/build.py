@@ -1,4 +1,4 @@
-"""From a case to its problem."""
+"""Builds the problem of a case."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch_overlap import _C
 from torch_overlap.bench.cases import COLLECTIVES, Case
 from torch_overlap.bench.classes import CLASS_NAMES, ag_gemm_classes, bulk, gemm_rs_classes
-from torch_overlap.bench.collectives import REGISTERED, WAYS, collective
+from torch_overlap.bench.collectives import ALGORITHMS, REGISTERED, collective
 from torch_overlap.bench.exchanges import exchange
 from torch_overlap.bench.gemms import ag_gemm, gemm_alone, gemm_ar, gemm_ar_norm, gemm_rs
 from torch_overlap.bench.libraries import NO_CUDA, Libraries
@@ -31,9 +31,9 @@ BUILDERS: dict[str, Callable[[Case, Ranks, Libraries, Sequence[str]], Problem]] 
 
 
 def algorithm_names(op: str) -> tuple[str, ...]:
-    """What --algorithm may name for an operation, here or elsewhere."""
+    """Returns the names that --algorithm may have for an operation, on this machine or another."""
     if op in COLLECTIVES:
-        return (*WAYS, *(way + REGISTERED for way in WAYS))
+        return (*ALGORITHMS, *(way + REGISTERED for way in ALGORITHMS))
     return ("auto", *_C._algorithms(), *CLASS_NAMES.get(op, ()))
 
 
@@ -46,7 +46,7 @@ def check_algorithms(wanted: Sequence[str], ops: Sequence[str]) -> None:
 
 
 def build(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str] = ()) -> Problem:
-    """Makes the inputs of a case and its variants. `wanted` names algorithms of ours; none: all that can run."""
+    """Makes the inputs of a case and its variants. `wanted` names our algorithms; empty means all that can run."""
     libraries.reset()
     problem = BUILDERS[case.op](case, ranks, libraries, wanted)
     problem.missing = {name: why or NO_CUDA for name, why in problem.missing.items()}

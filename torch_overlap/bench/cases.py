@@ -1,4 +1,4 @@
-"""What is measured: operations, shapes, and the order of a run. Values only."""
+"""The cases of a benchmark: operations, shapes, and the order of a run. Values only."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 GEMM_OPS = ("ag_gemm", "gemm_rs", "gemm_ar", "gemm_ar_norm", "gemm")
-ALL_REDUCED = ("all_reduce", "gemm_ar", "gemm_ar_norm")  # what sends everything twice
-# Around attention whose heads are sharded, and over buffers of the overlap classes, beside the operators: not part of
-# "all".
+ALL_REDUCED = ("all_reduce", "gemm_ar", "gemm_ar_norm")  # operations that send all data twice
+# Products around attention with sharded heads, and products over buffers of the overlap classes. Not part of "all".
 EXCHANGE_OPS = ("a2a_gemm", "gemm_a2a")
 CLASS_OPS = ("ag_gemm_classes", "gemm_rs_classes", "bulk_ag", "bulk_rs")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-IN_PLACE = ("all_reduce", "broadcast")  # of collectives
+IN_PLACE = ("all_reduce", "broadcast")  # collectives only
 OPS = (*GEMM_OPS, *COLLECTIVES)
 KNOWN_OPS = (*OPS, *EXCHANGE_OPS, *CLASS_OPS)
-FP8 = ("fp8", "fp8_rows")  # one factor for each operand, or for each of its rows
+FP8 = ("fp8", "fp8_rows")  # one scale per operand, or one per row
 DTYPES = ("bf16", "fp16", *FP8)
 MODES = ("graph", "eager")
 
 KIB, MIB = 1 << 10, 1 << 20
-# What a sample touches is larger than the L2 cache of any GPU so far.
+# The data that a sample touches is larger than the L2 cache of current GPUs.
 CACHE_BYTES = 128 * MIB
 SAMPLE_US = 1500.0
 EAGER_SAMPLE_US = 10_000.0
@@ -33,11 +32,11 @@ MAX_CALLS = 50
 class Case:
     """One operation of one shape.
 
-    shape: (M, N, K) of the whole layer, or (bytes,) of the whole tensor: what all_gather makes, what the others take.
-    An all-gather has x [M / tp, K] and w [N / tp, K] on each rank, a reduction x [M, K / tp] and w [N, K / tp], an
-    all-to-all w [N, K] and x [M, K / tp] before the product, [M / tp, K] where it comes behind; "gemm" is the product
-    of one rank alone, [M, K] by [N, K]. The bulk ones are gradients of the all-gather's layer: dx = dy w
-    beside the gather of x, dw = dy^T x beside the reduce-scatter of dx.
+    shape: (M, N, K) of the whole layer, or (bytes,) of the whole tensor: the output of all_gather, the input of the
+    others. An all-gather has x [M / tp, K] and w [N / tp, K] on each rank, a reduction x [M, K / tp] and w [N, K / tp].
+    An all-to-all has w [N, K], and x [M, K / tp] if it precedes the product, [M / tp, K] if it follows. "gemm" is the
+    product of one rank without communication, [M, K] by [N, K]. The bulk ones are gradients of the all-gather's layer:
+    dx = dy w concurrent with the gather of x, dw = dy^T x concurrent with the reduce-scatter of dx.
     """
 
     op: str
@@ -51,7 +50,7 @@ class Case:
 
     @property
     def pattern(self) -> str:
-        """The operation, whoever does it."""
+        """The operation, without the suffix of the overlap classes."""
         return self.op.removesuffix("_classes")
 
     @property
@@ -62,7 +61,7 @@ class Case:
         return 1 if self.dtype in FP8 else 2
 
     def local(self, tp: int) -> tuple[int, int, int]:
-        """(m, n, k) of one rank's product."""
+        """Returns (m, n, k) of one rank's product."""
         m, n, k = self.shape
         return {
             "ag_gemm": (m, n // tp, k), "gemm": (m, n, k), "bulk_ag": (m, k, n // tp), "bulk_rs": (n // tp, k, m),
@@ -70,7 +69,7 @@ class Case:
         }.get(self.pattern, (m, n, k // tp))  # fmt: skip
 
     def moved(self, tp: int) -> int:
-        """Bytes that a rank must send, and receive; of a broadcast all but the first rank receive them."""
+        """Returns the bytes that a rank must send, and receive. In a broadcast all ranks but the root receive them."""
         if self.op == "gemm":
             return 0
         if self.op == "broadcast":
@@ -86,7 +85,7 @@ class Case:
         return (2 if self.op in ALL_REDUCED else 1) * whole * (tp - 1) // tp
 
     def set_bytes(self, tp: int) -> int:
-        """Bytes of one rank's inputs."""
+        """Returns the bytes of one rank's inputs."""
         if not self.is_gemm:
             return self.shape[0]
         m, n, k = self.local(tp)
@@ -95,12 +94,12 @@ class Case:
         return self.element_size() * (own * k + n * k + beside)
 
     def sets(self, tp: int) -> int:
-        """How many inputs take turns, so that none is in the cache when its turn comes."""
+        """Returns the number of input sets to rotate through, so that none is in the cache when it is used again."""
         wanted = max(2, -(-CACHE_BYTES // max(1, self.set_bytes(tp))))
         return min(wanted, MAX_CALLS)
 
     def estimate_us(self, tp: int) -> float:
-        """About what one call takes on an H200: how long a sample and a run will be, nothing else."""
+        """Returns a rough time of one call on an H200. Used only to size samples and runs."""
         us = 5.0 + self.moved(tp) / 300e3
         if self.is_gemm:
             m, n, k = self.local(tp)
@@ -108,19 +107,20 @@ class Case:
         return us
 
     def calls(self, tp: int) -> int:
-        """How many calls one sample has: all inputs take their turn, and starting it costs little beside it."""
-        enough = math.ceil(SAMPLE_US / self.estimate_us(tp))
-        return max(self.sets(tp) if self.is_gemm else 2, min(enough, MAX_CALLS))
+        """Returns the number of calls per sample: every input set is used, and the cost of starting the sample is
+        small."""
+        min_calls = math.ceil(SAMPLE_US / self.estimate_us(tp))
+        return max(self.sets(tp) if self.is_gemm else 2, min(min_calls, MAX_CALLS))
 
     def repeats(self, tp: int, mode: str) -> int:
-        """How often a sample does its calls: an eager one until the host's time for the first call, when the device has
-        nothing to do yet, costs little beside the rest."""
+        """Returns how many times a sample repeats its calls. Eager samples repeat them until the host time of the first
+        call, during which the device is idle, is small in comparison."""
         if mode != "eager" or not self.is_gemm:
             return 1
         return math.ceil(EAGER_SAMPLE_US / (self.calls(tp) * self.estimate_us(tp)))
 
     def check(self, tp: int) -> None:
-        """Raises ValueError where tp ranks cannot share the shape."""
+        """Raises ValueError if tp ranks cannot share the shape."""
         if self.is_gemm:
             m, n, k = self.shape
             shared = {
@@ -143,7 +143,7 @@ def byte_text(size: int) -> str:
     return f"{size} B"
 
 
-# The most telling ones first: a run that is cut off has those.
+# The most informative ones first: a run that is cut off has those.
 GATHERS = {
     "70b-qkv": (8192, 10240, 8192),
     "8b-up": (8192, 28672, 4096),
@@ -167,7 +167,7 @@ DECODE = {f"70b-{layer} M={m}": (m, 8192, k) for m in (64, 16, 256) for layer, k
 DECODE_GATHERS = {
     f"70b-{layer} M={m}": (m, n, 8192) for m in (64, 16, 256) for layer, n in (("qkv", 10240), ("up", 57344))
 }
-# Few tokens: what "decode" stands for.
+# Cases with few tokens, for the set "decode".
 FEW_TOKENS = {"ag_gemm": DECODE_GATHERS, **dict.fromkeys(("gemm_rs", "gemm_ar", "gemm_ar_norm"), DECODE)}
 SIZES = (64 * KIB, MIB, 16 * MIB, KIB, 256 * KIB, 4 * MIB, 128 * MIB)
 
@@ -176,7 +176,7 @@ LAYERS = {
     **dict.fromkeys(("ag_gemm", "ag_gemm_classes", "bulk_ag", "bulk_rs"), GATHERS),
     **dict.fromkeys(("gemm_rs", "gemm_rs_classes"), SCATTERS),
     "gemm_ar": {**{name: SCATTERS[name] for name in ("70b-o", "8b-down")}, **DECODE},
-    "gemm_ar_norm": {},  # for decoding alone
+    "gemm_ar_norm": {},  # only for decoding
     # One rank's products of the layers above at tp 4.
     "gemm": {
         **{f"{name} ag": (m, n // 4, k) for name, (m, n, k) in GATHERS.items()},
@@ -190,7 +190,7 @@ SETS = (*DTYPES, "decode", "tiny")
 
 
 def cases_of(op: str, name: str, dtype: str | None = None) -> list[Case]:
-    """The cases of a set, of `dtype` or the set's own. No collective is one of "decode" or 8-bit floats."""
+    """Returns the cases of a set, of `dtype` or the set's own. Collectives have none in "decode" or 8-bit floats."""
     kind = dtype or (name if name in DTYPES else "bf16")
     if op in EXCHANGE_OPS and kind in FP8:
         return []
@@ -206,10 +206,10 @@ def cases_of(op: str, name: str, dtype: str | None = None) -> list[Case]:
 
 
 def parse_shape(op: str, text: str, dtype: str) -> Case:
-    """ "8192,28672,4096", the name of a layer, or for collectives bytes: "65536", "64K", "16M".
+    """ "8192,28672,4096", the name of a layer, or a size in bytes for collectives: "65536", "64K", "16M".
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the text is none of them.
     """
     if op in COLLECTIVES:
         scale = {"K": KIB, "M": MIB, "G": 1 << 30}.get(text[-1:].upper(), 1)
@@ -238,14 +238,15 @@ class Visit:
         return f"{self.case.op} {self.case.label}, {self.mode}"
 
     def row(self, tp: int) -> dict[str, Any]:
-        """What its rows have in common."""
+        """Returns the fields that all rows of the visit share."""
         op, shape = self.case.op, list(self.case.shape) if self.case.is_gemm else self.case.shape[0]
         return {"op": op, "name": self.case.label, "shape": shape, "dtype": self.case.dtype, "tp": tp,
                 "mode": self.mode}  # fmt: skip
 
 
 def in_order(cases: Iterable[Case], modes: Sequence[str]) -> list[Visit]:
-    """A run that may be cut off anywhere: the first mode of all first, and in it the first case of every operation."""
+    """Orders a run that may be cut off anywhere: the first mode of all cases first, and in it the first case of every
+    operation."""
     turns: dict[str, int] = {}
     ranked = []
     for case in cases:
@@ -256,7 +257,7 @@ def in_order(cases: Iterable[Case], modes: Sequence[str]) -> list[Visit]:
 
 
 def expected_seconds(visit: Visit, tp: int, rounds: int, variants: int = 10) -> float:
-    """About how long a visit takes: its samples, and getting ready."""
+    """Returns a rough duration of a visit in seconds: its samples and its setup."""
     case = visit.case
     sample = case.repeats(tp, visit.mode) * case.calls(tp) * case.estimate_us(tp) * 1.4 * 1e-6 + 0.6e-3
     return 1.0 + (rounds + 3) * variants * sample

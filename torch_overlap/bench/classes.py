@@ -1,6 +1,6 @@
 """Products over buffers of the overlap classes, by their methods and by the operator `gemm` over the same buffers.
 
-With them, our operator ("auto"), the collective before or behind the product, and the fused operators of torch.
+They are compared with our operator ("auto"), the collective before or after the product, and torch's fused operators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch_overlap import CommOverlapType as Type
 from torch_overlap.bench.cases import Case
 from torch_overlap.bench.gemms import ag_gemm_of, gemm_rs_of
 from torch_overlap.bench.libraries import Libraries, Library
-from torch_overlap.bench.problem import Call, Operands, Problem, add_ours, having
+from torch_overlap.bench.problem import Call, Operands, Problem, add_ours, libraries_with
 from torch_overlap.bench.ranks import Ranks
 
 _METHODS = {"ring": Method.RING_EXCHANGE, "pipeline": Method.PIPELINE, "bulk": Method.BULK}
@@ -28,7 +28,7 @@ _AG_OPTIONS: dict[str, dict[str, Any]] = {
     " aggregate": {"aggregate_ag": True},
     " atomic": {"atomic_gemm": True},
 }
-# What --algorithm may name beside the operator's own.
+# Names that --algorithm may have in addition to the operator's own.
 CLASS_NAMES = {
     "ag_gemm_classes": (*(f"class ring{name}" for name in _AG_OPTIONS), "gemm ring"),
     "gemm_rs_classes": ("class ring", "class ring atomic", "gemm ring", "class pipeline", "class pipeline atomic",
@@ -39,7 +39,7 @@ CLASS_NAMES = {
 
 
 class _Buffer(NamedTuple):
-    """A buffer of the registry, which the end of its problem takes back."""
+    """A buffer of the registry, destroyed at the end of its problem."""
 
     id: int
     core: Any
@@ -47,7 +47,7 @@ class _Buffer(NamedTuple):
     method: Method
 
     def gemm(self, made: Operands, x: Tensor, weight: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The output and aux_out of the operator."""
+        """Returns output and aux_out of the operator."""
         of_x, of_weight = (made.scale(x), made.scale(weight)) if made.is_fp8 else (None, None)
         output, _, _, aux_out = to.ops.gemm(
             x, of_x, weight, of_weight, aux_in=other, scaling_mode=made.mode, comm_overlap_method=int(self.method),
@@ -63,9 +63,9 @@ def _scales(made: Operands, weight: Tensor, x: Tensor) -> dict[str, Any]:
 
 
 def _add(problem: Problem, ranks: Ranks, wanted: Sequence[str], names: Sequence[str], kind: Type, method: str,
-         shape: tuple[int, int], dtype: torch.dtype, ways: Callable[[_Buffer], Sequence[Call]],
+         shape: tuple[int, int], dtype: torch.dtype, make_calls: Callable[[_Buffer], Sequence[Call]],
          **options: Any) -> None:  # fmt: skip
-    """A buffer and what is done over it, by name; why, where it cannot be made. Collective."""
+    """Adds a buffer and its variants by name, or the reason if it cannot be made. Collective."""
     if wanted and not set(wanted) & set(names):
         return
     try:
@@ -73,9 +73,9 @@ def _add(problem: Problem, ranks: Ranks, wanted: Sequence[str], names: Sequence[
     except to.Error as error:  # on all ranks
         problem.missing.update(dict.fromkeys(names, str(error)))
         return
-    problem.ends.append(partial(to.destroy_comm_overlap_buffer, id))
+    problem.cleanups.append(partial(to.destroy_comm_overlap_buffer, id))
     buffer = _Buffer(id, to.comm_overlap_buffer(id), kind, _METHODS[method])
-    for name, call in zip(names, ways(buffer), strict=False):
+    for name, call in zip(names, make_calls(buffer), strict=False):
         if not wanted or name in wanted:
             problem.add(name, "ours", call)
 
@@ -90,19 +90,19 @@ def ag_gemm_classes(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequ
     (m, n, k), sets = case.local(ranks.size), len(xs)
     out = made.empty(m, n)
 
-    def ways(buffer: _Buffer) -> Sequence[Call]:
+    def make_calls(buffer: _Buffer) -> Sequence[Call]:
         core = buffer.core
         run = core.atomic_gemm_overlap_ag if core.is_atomic_gemm() else core.split_overlap_ag
 
-        def by_method(i: int) -> Tensor:
+        def call_method(i: int) -> Tensor:
             run(ws[i % sets], True, xs[i % sets], False, out, **_scales(made, ws[i % sets], xs[i % sets]))
             return out
 
-        return by_method, lambda i: buffer.gemm(made, xs[i % sets], ws[i % sets])[0]
+        return call_method, lambda i: buffer.gemm(made, xs[i % sets], ws[i % sets])[0]
 
     for name, options in _AG_OPTIONS.items():
         names = [f"class ring{name}"] + ["gemm ring"] * (not options)
-        _add(problem, ranks, wanted, names, Type.AG, "ring", (m, k), made.dtype, ways, **options)
+        _add(problem, ranks, wanted, names, Type.AG, "ring", (m, k), made.dtype, make_calls, **options)
     return _keep_wanted(problem, wanted)
 
 
@@ -111,11 +111,11 @@ def gemm_rs_classes(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequ
     (m, n, _), sets = case.local(ranks.size), len(xs)
     out = made.empty(m // ranks.size, n)
 
-    def ways(buffer: _Buffer) -> Sequence[Call]:
+    def make_calls(buffer: _Buffer) -> Sequence[Call]:
         core = buffer.core
         run = core.atomic_gemm_overlap_rs if core.is_atomic_gemm() else core.split_overlap_rs
 
-        def by_method(i: int) -> Tensor:
+        def call_method(i: int) -> Tensor:
             run(
                 ws[i % sets],
                 True,
@@ -127,18 +127,18 @@ def gemm_rs_classes(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequ
             )
             return out
 
-        return by_method, lambda i: buffer.gemm(made, xs[i % sets], ws[i % sets])[0]
+        return call_method, lambda i: buffer.gemm(made, xs[i % sets], ws[i % sets])[0]
 
     for method in ("ring", "pipeline"):
         for atomic in (False, True):
             names = [f"class {method}" + " atomic" * atomic] + [f"gemm {method}"] * (not atomic)
-            _add(problem, ranks, wanted, names, Type.RS, method, (m, n), made.out_dtype, ways, atomic_gemm=atomic)
+            _add(problem, ranks, wanted, names, Type.RS, method, (m, n), made.out_dtype, make_calls, atomic_gemm=atomic)
     return _keep_wanted(problem, wanted)
 
 
 def bulk(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
-    """Gradients of a column-parallel layer: dx = dy w beside the gather of x for dw, or dw = dy^T x beside the
-    reduce-scatter of dx. A call returns what the collective makes."""
+    """Returns the problem of a gradient of a column-parallel layer: dx = dy w concurrent with the gather of x for dw,
+    or dw = dy^T x concurrent with the reduce-scatter of dx. A call returns the output of the collective."""
     problem, made, tp = Problem(case), Operands(case.dtype, ranks.device), ranks.size
     if made.is_fp8:
         problem.missing["all"] = "bulk_overlap_matmul takes no 8-bit floats; what travels is no operand"
@@ -160,7 +160,7 @@ def bulk(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) 
     add_ours(problem, "bulk_overlap_matmul", (xs[0], ws[0], others[0], ranks.comm), (), operator,
              collective=collective)  # fmt: skip
 
-    for library in having(problem, libraries, collective):
+    for library in libraries_with(problem, libraries, collective):
         own = [library.like(other) for other in others]
         made_by = library.empty((tokens if gathers else tokens // tp, features), made.dtype)
 
@@ -168,30 +168,41 @@ def bulk(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) 
             (at.all_gather if gathers else at.reduce_scatter)(result, own[i % sets])
             return result
 
-        def then(i: int, alone: Call = alone) -> Tensor:
+        def sequential(i: int, alone: Call = alone) -> Tensor:
             made.multiply(xs[i % sets], ws[i % sets], product)
             return alone(i)
 
         if library is libraries.plain:
             problem.add(collective, "comm", alone)
-        problem.add(library.name, "peer", then)
+        problem.add(library.name, "peer", sequential)
     problem.missing["torch fused"] = "torch has no product beside another tensor's collective"
 
     kind = Type.AG if gathers else Type.RS
 
-    def ways(buffer: _Buffer) -> Sequence[Call]:
+    def make_calls(buffer: _Buffer) -> Sequence[Call]:
         core = buffer.core
 
-        def by_method(i: int) -> Tensor:
+        def call_method(i: int) -> Tensor:
             core.copy_into_buffer(others[i % sets], local_chunk=gathers)
             core.bulk_overlap(ws[i % sets], True, xs[i % sets], False, product, comm_type=kind,
                               rs_output=None if gathers else part)  # fmt: skip
             return core.get_buffer() if gathers else part
 
-        return by_method, lambda i: buffer.gemm(made, xs[i % sets], ws[i % sets], others[i % sets])[1]
+        return call_method, lambda i: buffer.gemm(made, xs[i % sets], ws[i % sets], others[i % sets])[1]
 
     shape = (tokens, features)
-    _add(problem, ranks, wanted, ("class bulk", "gemm bulk"), kind, "bulk", shape, made.dtype, ways)
+    _add(problem, ranks, wanted, ("class bulk", "gemm bulk"), kind, "bulk", shape, made.dtype, make_calls)
     if gathers:
-        _add(problem, ranks, wanted, ("class bulk copy engine",), kind, "bulk", shape, made.dtype, ways, use_ce=True)
+        _add(
+            problem,
+            ranks,
+            wanted,
+            ("class bulk copy engine",),
+            kind,
+            "bulk",
+            shape,
+            made.dtype,
+            make_calls,
+            use_ce=True,
+        )
     return _keep_wanted(problem, wanted)

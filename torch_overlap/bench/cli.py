@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status.
+    """Runs the command and returns the exit status.
 
     Raises:
-        ValueError: what was asked for cannot be.
+        ValueError: the request is invalid.
     """
     if args.check:
         from torch_overlap.bench import goals
@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_cases(what: Sequence[str], shapes: Sequence[str], name: str | None, dtype: str | None) -> list[Case]:
-    """The cases of a command line.
+    """Returns the cases of a command line.
 
     Raises:
-        ValueError: an operation or shape is unknown, or none is left.
+        ValueError: an operation or shape is unknown, or no case remains.
     """
     ops = list(dict.fromkeys(op for name in what for op in (OPS if name == "all" else (name,))))
     unknown = [op for op in ops if op not in KNOWN_OPS]

@@ -1,4 +1,4 @@
-"""Collectives alone: TorchComm's, and the libraries'."""
+"""Collectives without a product: TorchComm's, and other libraries'."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torch import Tensor
 import torch_overlap as to
 from torch_overlap.bench.cases import FP8, IN_PLACE, Case
 from torch_overlap.bench.libraries import Arena, Libraries, Library
-from torch_overlap.bench.problem import DTYPES, Call, Problem, add_torch_all_reduces, having
+from torch_overlap.bench.problem import DTYPES, Call, Problem, add_torch_all_reduces, libraries_with
 from torch_overlap.bench.ranks import Ranks
 
-# Which of TorchComm's own kernels a call takes; "off" is NCCL. Other algorithms that are asked for are values of it.
-HINT = "direct_collectives"
-# Behind the name: from and into memory that all ranks have mapped and that the communicator knows, as peers have it.
+# Hint that selects TorchComm's custom collectives; "off" means NCCL. --algorithm accepts its other values too.
+HINT = "custom_collectives"
+# Suffix for variants on symmetric memory that all ranks have mapped and that is registered with the communicator, as
+# the peers have it.
 REGISTERED = " registered"
-WAYS = ("auto", "plain", "off", "always", "ll", "ll128", "push", "two_shot", "bulk", "zero_copy")
+ALGORITHMS = ("auto", "plain", "off", "always", "ll", "ll128", "simple", "two_shot", "bulk", "zero_copy")
 
-# Inputs, outputs, and what makes the inputs anew.
+# Inputs, outputs, and a function that restores the inputs.
 _Buffers = tuple[Tensor, Tensor, Callable[[], object] | None]
 
 
 class Registered:
-    """Tensors of `symmetric_empty` in windows of the communicator, which NCCL is told of too, until the end of a
+    """Tensors of `symmetric_empty` in windows of the communicator, also registered with NCCL, until the end of a
     problem."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -48,8 +49,8 @@ class Registered:
 
 
 def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
-    """all_reduce and broadcast, of the first rank, in place; the others from one tensor into another. Ours from plain
-    tensors, and from registered ones, as the peers that want these have them."""
+    """Returns the problem of a collective. all_reduce and broadcast (from the first rank) are in place, the others out
+    of place. Ours run on plain tensors and on registered ones; peers that need registered memory have it too."""
     problem, comm, tp, op = Problem(case), ranks.comm, ranks.size, case.op
     dtype = torch.uint8 if case.dtype in FP8 else DTYPES[case.dtype]
     count, sets = case.shape[0] // dtype.itemsize, min(case.sets(tp), case.calls(tp))
@@ -82,35 +83,35 @@ def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
     registered = None
     if any(name.endswith(REGISTERED) for name in names):
         memory = Registered(ranks)
-        problem.ends.append(memory.close)
+        problem.cleanups.append(memory.close)
         try:
             registered = buffers(memory)
         except to.Error as error:  # on all ranks
             problem.missing |= {name: str(error) for name in names if name.endswith(REGISTERED)}
     for name in names:
         own = registered if name.endswith(REGISTERED) else plain
-        how = name.removesuffix(REGISTERED)
-        hints = None if how == "auto" else {HINT: "off" if how == "plain" else how}
+        hint = name.removesuffix(REGISTERED)
+        hints = None if hint == "auto" else {HINT: "off" if hint == "plain" else hint}
         if own is not None:
-            tell = way_taken if how == "auto" else None
+            tell = last_algorithm if hint == "auto" else None
             problem.add(name, "ours", partial(ours, own=own, hints=hints), own[2], tell=tell)
 
-    for library in having(problem, libraries, op):
-        x, out, again = plain if library is libraries.plain else buffers(library)
-        problem.add(library.name, "peer", partial(_library_call, library, op, x, out, sets), again)
+    for library in libraries_with(problem, libraries, op):
+        x, out, reset_inputs = plain if library is libraries.plain else buffers(library)
+        problem.add(library.name, "peer", partial(_library_call, library, op, x, out, sets), reset_inputs)
 
     def source(arena: Arena) -> tuple[Call, Callable[[], object] | None]:
-        x, _, again = buffers(arena)
-        return (lambda i: x[i % sets]), again
+        x, _, reset_inputs = buffers(arena)
+        return (lambda i: x[i % sets]), reset_inputs
 
     if op == "all_reduce":
         add_torch_all_reduces(problem, libraries, case.shape[0], source)
     return problem
 
 
-def way_taken() -> str:
-    """Who did the last call, as the flight recorder says: "nccl", or one of our protocols. Empty where there is nobody
-    to choose from."""
+def last_algorithm() -> str:
+    """Returns the algorithm of the last call from the flight recorder: "nccl", or one of our protocols. Empty if there
+    is no choice."""
     entries = json.loads(to.flight_recorder.dump_json())["entries"]
     return str(entries[-1].get("algorithm") or "") if entries else ""
 

@@ -1,4 +1,4 @@
-"""docs/results.md and its pictures, from result files: every figure between its marks is one of theirs."""
+"""Updates docs/results.md and its plots from result files. Every figure between its marks comes from one of them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from torch_overlap.bench.tables import TITLES, groups_of, table
 
 BEGIN = "<!-- results: written by `python -m torch_overlap bench plot`, from here -->"
 END = "<!-- to here -->"
-# Operations with a picture, of the first file that has them in bf16: pages need few, tables have every figure.
+# Operations to plot, from the first file that has them in bf16. The tables have every figure.
 PICTURED = ("ag_gemm", "gemm_rs", "gemm_ar", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _RESULTS = "benchmarks/results"
 
 
 def update(paths: Sequence[Path], images: Path, document: Path) -> int:
-    """Draws the pictures and writes tables of the files into the document, between its two marks. Returns 0.
+    """Draws the plots and writes tables of the files into the document, between its two marks. Returns 0.
 
     Args:
         paths: the result files, in this order; by default those that the document has.
+        images: the folder for the plots.
+        document: the page to update.
 
     Raises:
-        ValueError: a file is no result, none is given and the document has none, or it has no marks.
+        ValueError: a file is not a result, no file is given and the document has none, or it has no marks.
     """
     text = document.read_text() if document.exists() else ""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
@@ -50,10 +52,15 @@ def update(paths: Sequence[Path], images: Path, document: Path) -> int:
 
 
 def section(name: str, content: dict[str, Any], images: Path, document: Path, pictured: set[str]) -> str:
-    """One file: where and how it ran, then for each operation a table, and a picture if it is the first with it.
+    """Returns the section of one file: where and how it ran, then per operation a table, and a plot if it is the first
+    with it.
 
     Args:
-        pictured: operations that have a picture already; those that get one are added.
+        name: the name of the file.
+        content: the result.
+        images: the folder for the plots.
+        document: the page that links to them.
+        pictured: operations that already have a plot; new ones are added.
     """
     gpu = result.gpu_name(content)
     if layers := [row for row in content["rows"] if row.get("op") == "layer"]:
@@ -95,7 +102,7 @@ def _image(path: Path, document: Path, title: str) -> str:
 
 
 def provenance(name: str, content: dict[str, Any]) -> str:
-    """What the figures are of, in one paragraph."""
+    """Returns the conditions of a measurement, in one paragraph."""
     rates = content.get("rates")
     measured = (
         f" A copy to a peer while all send: {rates['link_gbps']:.0f} GB/s; within memory: "

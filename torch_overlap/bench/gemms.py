@@ -1,4 +1,4 @@
-"""Products with their communication: ours, and the library's collective before or behind the product."""
+"""Products with their communication: ours, and a library's collective before or after the product."""
 
 from __future__ import annotations
 
@@ -14,21 +14,29 @@ import torch_overlap as to
 from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
 from torch_overlap.bench.cases import Case
 from torch_overlap.bench.libraries import Arena, Libraries, Library
-from torch_overlap.bench.problem import Call, Operands, Problem, add_ours, add_torch_all_reduces, call_named, having
+from torch_overlap.bench.problem import (
+    Call,
+    Operands,
+    Problem,
+    add_ours,
+    add_torch_all_reduces,
+    call_named,
+    libraries_with,
+)
 from torch_overlap.bench.ranks import Ranks
 
 NORM_EPS = 1e-6
 
 
-_Made = tuple[Problem, Operands, tuple[list[Tensor], list[Tensor]]]
+_OperandsAndProblem = tuple[Problem, Operands, tuple[list[Tensor], list[Tensor]]]
 
 
 def ag_gemm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
     return ag_gemm_of(case, ranks, libraries, wanted)[0]
 
 
-def ag_gemm_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> _Made:
-    """The problem, and its x and weights."""
+def ag_gemm_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> _OperandsAndProblem:
+    """Returns the problem, with its x and weights."""
     problem, made, comm, tp = Problem(case), Operands(case.dtype, ranks.device), ranks.comm, ranks.size
     (m, n, k), sets = case.local(tp), case.sets(tp)
     xs = [made.random(m // tp, k) for _ in range(sets)]
@@ -53,22 +61,22 @@ def ag_gemm_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
     else:
         add_ours(problem, "all_gather_matmul", (xs[0], [ws[0]], comm), wanted, ours)
 
-    for library in having(problem, libraries, "all_gather"):
+    for library in libraries_with(problem, libraries, "all_gather"):
         own, gathered = [library.like(x) for x in xs], library.empty((m, k), made.dtype)
 
         def alone(i: int, own: list[Tensor] = own, gathered: Tensor = gathered, at: Library = library) -> Tensor:
             at.all_gather(gathered, own[i % sets])
             return gathered
 
-        def then(i: int, alone: Call = alone) -> Tensor:
+        def sequential(i: int, alone: Call = alone) -> Tensor:
             return made.multiply(alone(i), ws[i % sets], out)
 
         if library is libraries.plain:
             problem.add("all_gather", "comm", alone)
-        problem.add(library.name, "peer", then)
+        problem.add(library.name, "peer", sequential)
 
     if libraries.torch_symmetric is None:
-        problem.missing["torch fused"] = libraries.because("torch")
+        problem.missing["torch fused"] = libraries.missing_reason("torch")
         return problem, made, (xs, ws)
     group = libraries.torch_symmetric.group_name
 
@@ -88,15 +96,15 @@ def ag_gemm_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
     return problem, made, (xs, ws)
 
 
-def _reduction(case: Case, ranks: Ranks, libraries: Libraries, collective: str) -> _Made:
-    """What gemm_rs and gemm_ar have in common: the product, and the collective behind it by every library."""
+def _reduction(case: Case, ranks: Ranks, libraries: Libraries, collective: str) -> _OperandsAndProblem:
+    """Returns the common part of gemm_rs and gemm_ar: the product, followed by the collective of every library."""
     problem, made, tp = Problem(case), Operands(case.dtype, ranks.device), ranks.size
     (m, n, k), sets = case.local(tp), case.sets(tp)
     xs = [made.random(m, k) for _ in range(sets)]
     ws = [made.random(n, k) for _ in range(sets)]
     whole = made.empty(m, n)
     problem.add("gemm", "gemm", lambda i: made.multiply(xs[i % sets], ws[i % sets], whole))
-    for library in having(problem, libraries, collective):
+    for library in libraries_with(problem, libraries, collective):
         partial_sums = library.empty((m, n), made.out_dtype)
         part = library.empty((m // tp, n), made.out_dtype) if collective == "reduce_scatter" else partial_sums
         made.multiply(xs[0], ws[0], partial_sums)
@@ -108,14 +116,14 @@ def _reduction(case: Case, ranks: Ranks, libraries: Libraries, collective: str) 
                 at.all_reduce(source)
             return part
 
-        def then(i: int, source: Tensor = partial_sums, alone: Call = alone) -> Tensor:
+        def sequential(i: int, source: Tensor = partial_sums, alone: Call = alone) -> Tensor:
             made.multiply(xs[i % sets], ws[i % sets], source)
             return alone(i)
 
         if library is libraries.plain:
             again = partial(made.multiply, xs[0], ws[0], partial_sums) if collective == "all_reduce" else None
             problem.add(collective, "comm", alone, again)
-        problem.add(library.name, "peer", then)
+        problem.add(library.name, "peer", sequential)
     return problem, made, (xs, ws)
 
 
@@ -123,8 +131,8 @@ def gemm_rs(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str
     return gemm_rs_of(case, ranks, libraries, wanted)[0]
 
 
-def gemm_rs_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> _Made:
-    """The problem, and its x and weights."""
+def gemm_rs_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> _OperandsAndProblem:
+    """Returns the problem, with its x and weights."""
     problem, made, (xs, ws) = _reduction(case, ranks, libraries, "reduce_scatter")
     comm, sets = ranks.comm, len(xs)
 
@@ -142,7 +150,7 @@ def gemm_rs_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
     else:
         add_ours(problem, "matmul_reduce_scatter", (xs[0], ws[0], comm), wanted, ours)
     if libraries.torch_symmetric is None:
-        problem.missing["torch fused"] = libraries.because("torch")
+        problem.missing["torch fused"] = libraries.missing_reason("torch")
         return problem, made, (xs, ws)
     group = libraries.torch_symmetric.group_name
 
@@ -195,8 +203,8 @@ def gemm_ar(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str
 
 
 def gemm_ar_norm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
-    """The ways of gemm_ar, each with torch's addition of a residual and its rms_norm behind it ("apart": ours), and
-    our one operator for all of it."""
+    """Returns the variants of gemm_ar, each followed by torch's residual addition and rms_norm ("apart": ours), and our
+    single operator for all of it."""
     problem, (xs, ws) = _gemm_ar(case, ranks, libraries, ("auto",))
     made, comm, sets = Operands(case.dtype, ranks.device), ranks.comm, len(xs)
     m, n, _ = case.local(ranks.size)
@@ -225,7 +233,8 @@ def gemm_ar_norm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequenc
 
 
 def gemm_alone(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
-    """cuBLASLt's best ("auto": what the operators multiply by), and each of our own kernels beside it."""
+    """Returns the problem of cuBLASLt's best algorithm ("auto": the one of the operators), and each of our own
+    kernels."""
     problem, made = Problem(case), Operands(case.dtype, ranks.device)
     (m, n, k), sets = case.shape, case.sets(ranks.size)
     xs = [made.random(m, k) for _ in range(sets)]

@@ -1,19 +1,19 @@
-"""Goals, and what falls short of them.
+"""Performance goals, and the results that miss them.
 
-A file of goals is {"goals": [...]}. Each names the cases that it is about by what their rows say: "op", "name",
-"shape", "dtype", "mode", "tp" (a value, or a list of them; what is not named may be anything) and "gemm_us_at_least".
-Of each such case the row of "algorithm" (by default "auto"; a pattern stands for the quickest row that has such a name)
-is compared with "at_most": {metric: bound}, of which one is enough. With "geometric_mean" the mean over the cases of a
-file is compared instead of each.
+A file of goals is {"goals": [...]}. Each selects its cases by fields of their rows: "op", "name", "shape", "dtype",
+"mode", "tp" (a value, or a list of them; an omitted field matches anything) and "gemm_us_at_least". For each such case
+the row of "algorithm" (default "auto"; a pattern selects the fastest row whose name matches) is compared with
+"at_most": {metric: bound}, of which one must hold. With "geometric_mean" the mean over the cases of a file is compared
+instead of each case.
 
-A metric is a number of the row, "floor_where_communication_bound" (its "ratio_floor" where communication alone takes
-as long as the product alone, or longer), "over_graph" (its time over that of the same in a graph of the same file; for
-products that no launch shows in, each as a multiple of the product alone in its own rounds, since a GPU runs slower in
-longer samples), "over_best_of_ours" (its time over that of the quickest algorithm for the same case in the same file,
-1 if they differ by less than the spread of either), or "over_<peer>".
+A metric is a number of the row, "floor_where_communication_bound" (its "ratio_floor" if communication takes at least as
+long as the product), "over_graph" (its time over that of the same case in a graph of the same file; for products long
+enough to hide launches, each as a multiple of the product in its own rounds, since a GPU runs slower in longer
+samples), "over_best_of_ours" (its time over that of our fastest algorithm for the same case in the same file, 1 if they
+differ by less than the spread of either), or "over_<peer>".
 
-What a run was asked for and left out falls short. What nobody has measured is named: every value of a list of which no
-row is, and rows that say nothing of a bound.
+A requested case that was left out misses its goal. Unmeasured values are reported: every value of a list without a row,
+and rows without the metric of a bound.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torch_overlap.bench import result
 from torch_overlap.bench.cases import COLLECTIVES
 
 Row = dict[str, Any]
-LONG_US = 300.0
+MIN_THROTTLED_US = 300.0
 _FILTERS = ("op", "name", "shape", "dtype", "mode", "tp")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: `got` by metric, and whether a bound is kept; without anything got, why."""
+    """One comparison: `got` by metric, and True if a bound holds; if nothing was got, the reason."""
 
     what: str
     bounds: dict[str, float]
@@ -49,13 +49,13 @@ class Finding:
         return any(value <= self.bounds[metric] for metric, value in self.got.items())
 
     def __str__(self) -> str:
-        told = " or ".join(f"{metric} {value:.3f} of {self.bounds[metric]:g}" for metric, value in self.got.items())
-        return f"{'kept ' if self.kept else 'SHORT'} {self.what}: {', '.join(filter(None, (told, self.remark)))}"
+        ratios = " or ".join(f"{metric} {value:.3f} of {self.bounds[metric]:g}" for metric, value in self.got.items())
+        return f"{'kept ' if self.kept else 'SHORT'} {self.what}: {', '.join(filter(None, (ratios, self.remark)))}"
 
 
 def compare(goals: Sequence[dict[str, Any]], rows: Sequence[Row]) -> tuple[list[Finding], list[str]]:
-    """What was found, and what was not measured. `rows`: also visits that were left out, with "why"; "file" tells those
-    of several files apart."""
+    """Returns the findings, and the unmeasured values. `rows` includes skipped visits, which have "why". "file"
+    distinguishes the rows of several files."""
     findings: list[Finding] = []
     unmeasured: list[str] = []
     for goal in goals:
@@ -68,8 +68,8 @@ def compare(goals: Sequence[dict[str, Any]], rows: Sequence[Row]) -> tuple[list[
 
 def _compare_each(goal: dict[str, Any], rows: Sequence[Row]) -> tuple[list[Finding], list[str]]:
     findings, unmeasured = [], []
-    for part in _parts(goal):
-        about = _rows_about(part, rows)
+    for part in _expand_goal(goal):
+        about = _matching_rows(part, rows)
         for row in about:
             if "why" in row:
                 findings.append(Finding(_row_title(row), goal["at_most"], {}, f"left out: {row['why']}"))
@@ -84,12 +84,12 @@ def _compare_each(goal: dict[str, Any], rows: Sequence[Row]) -> tuple[list[Findi
 
 
 def _compare_mean(goal: dict[str, Any], rows: Sequence[Row]) -> tuple[list[Finding], list[str]]:
-    """Of each file that has all the cases."""
+    """Compares the mean of each file that has all the cases."""
     findings, unmeasured = [], []
-    parts = list(_parts(goal))
+    parts = list(_expand_goal(goal))
     for file in dict.fromkeys(row.get("file") for row in rows):
         own = [row for row in rows if row.get("file") == file and "why" not in row]
-        found = [[got for row in _rows_about(part, own) if (got := _metrics(goal, row, own))] for part in parts]
+        found = [[got for row in _matching_rows(part, own) if (got := _metrics(goal, row, own))] for part in parts]
         if all(found):
             cases = list(itertools.chain.from_iterable(found))
             mean = {
@@ -102,8 +102,8 @@ def _compare_mean(goal: dict[str, Any], rows: Sequence[Row]) -> tuple[list[Findi
     return findings, unmeasured if findings or unmeasured else [_title(goal)]
 
 
-def _parts(goal: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The goal for each value of its lists."""
+def _expand_goal(goal: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the goal for each value of its lists."""
     keys = [key for key in _FILTERS if key in goal]
     for values in itertools.product(*(_choices(goal, key) for key in keys)):
         yield goal | dict(zip(keys, values, strict=True))
@@ -111,16 +111,18 @@ def _parts(goal: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _choices(goal: dict[str, Any], key: str) -> list[Any]:
     value = goal[key]
-    # A shape is a list itself; that of a collective is a number.
-    is_one = key == "shape" and goal.get("op") not in COLLECTIVES and not any(isinstance(v, list) for v in value)
-    return [value] if is_one or not isinstance(value, list) else value
+    # A shape is itself a list; the shape of a collective is a number.
+    is_single_value = (
+        key == "shape" and goal.get("op") not in COLLECTIVES and not any(isinstance(v, list) for v in value)
+    )
+    return [value] if is_single_value or not isinstance(value, list) else value
 
 
-def _rows_about(goal: dict[str, Any], rows: Sequence[Row]) -> list[Row]:
-    """A row of each case, and the visits that were left out."""
+def _matching_rows(goal: dict[str, Any], rows: Sequence[Row]) -> list[Row]:
+    """Returns a row of each case, and the visits that were left out."""
     found: dict[str, Row] = {}
     for row in rows:
-        if not _is_about(goal, row):
+        if not _matches(goal, row):
             continue
         case = str([row.get(key) for key in (*_FILTERS, "file")] + ["why" in row])
         if case not in found or row.get("us", 0.0) < found[case].get("us", 0.0):
@@ -128,11 +130,11 @@ def _rows_about(goal: dict[str, Any], rows: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
-def _is_about(goal: dict[str, Any], row: Row) -> bool:
+def _matches(goal: dict[str, Any], row: Row) -> bool:
     for key in _FILTERS:
         if key in goal and row.get(key) != goal[key]:
             choices = goal[key]
-            # A shape is a list itself, so a list of shapes is one of lists.
+            # A shape is itself a list, so a list of shapes is a list of lists.
             if not isinstance(choices, list) or row.get(key) not in choices:
                 return False
     if row.get("gemm_us", math.inf) < goal.get("gemm_us_at_least", 0):
@@ -155,7 +157,7 @@ def _metric(metric: str, row: Row, rows: Sequence[Row]) -> float | None:
         graph = next(graphs, None)
         if graph is None:
             return None
-        is_long = min(row.get("gemm_us", 0.0), graph.get("gemm_us", 0.0)) >= LONG_US
+        is_long = min(row.get("gemm_us", 0.0), graph.get("gemm_us", 0.0)) >= MIN_THROTTLED_US
         slower = row["gemm_us"] / graph["gemm_us"] if is_long else 1.0
         return float(row["us"] / graph["us"] / slower)
     if metric == "over_best_of_ours":
@@ -166,8 +168,8 @@ def _metric(metric: str, row: Row, rows: Sequence[Row]) -> float | None:
             return None
         best = min(others, key=lambda r: float(r["us"]))
         spread = max(row.get("iqr_us", 0.0), best.get("iqr_us", 0.0))
-        is_as_quick = row["us"] - best["us"] <= spread
-        return 1.0 if is_as_quick else float(row["us"] / best["us"])
+        is_within_noise = row["us"] - best["us"] <= spread
+        return 1.0 if is_within_noise else float(row["us"] / best["us"])
     if metric.startswith("over_"):
         peer = row["peers"].get(metric.removeprefix("over_"))
         return float(row["us"] / peer) if peer else None
@@ -184,7 +186,7 @@ def _title(goal: dict[str, Any]) -> str:
 
 
 def read_goals(path: Path) -> list[dict[str, Any]]:
-    """Raises ValueError where it is no file of goals."""
+    """Returns the goals of a file. Raises ValueError if it is not a file of goals."""
     try:
         goals = json.loads(path.read_text())["goals"]
         good = all(goal["at_most"] and isinstance(goal["at_most"], dict) for goal in goals)
@@ -196,10 +198,10 @@ def read_goals(path: Path) -> list[dict[str, Any]]:
 
 
 def check(goals_path: Path, result_paths: Sequence[Path]) -> int:
-    """Prints what is kept, what falls short and what was not measured; 1 if anything falls short.
+    """Prints the goals that hold, those missed and those not measured. Returns 1 if any is missed.
 
     Raises:
-        ValueError: a file is not what it should be, or no goal is about any row.
+        ValueError: a file is invalid, or no goal matches any row.
     """
     rows = [row for path in result_paths for row in _rows_of(path)]
     findings, unmeasured = compare(read_goals(goals_path), rows)
@@ -215,7 +217,7 @@ def check(goals_path: Path, result_paths: Sequence[Path]) -> int:
 
 
 def _rows_of(path: Path) -> list[Row]:
-    """Of a file, and what it says was left out."""
+    """Returns the rows of a file, and its visits that were left out."""
     content = result.read(path)
     found = [row for row in content["rows"] if "op" in row] + content.get("left_out", [])
     return [row | {"file": str(path)} for row in found]

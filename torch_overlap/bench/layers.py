@@ -1,4 +1,4 @@
-"""Rows of benchmarks/layer.py as a table of Markdown."""
+"""Rows of benchmarks/layer.py as a Markdown table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_overlap.mesh.transformer import predict_layer
 
 
 def layer_table(rows: Sequence[Row]) -> str:
-    """A line for each model: microseconds of all ways, and ratios of ours by the algorithm that comes first."""
+    """Returns a line per model: microseconds of all variants, and ratios of our first algorithm to the others."""
     algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
     peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
     first = algorithms[0]
@@ -36,7 +36,7 @@ def layer_table(rows: Sequence[Row]) -> str:
 
 
 def _predicted(row: Row) -> float | None:
-    """Microseconds, by the planner as it is now; of a layer of that size only."""
+    """Returns microseconds from the current planner, for a layer of exactly that size."""
     model, mesh = PRESETS.get(row["name"]), Mesh({"tp": row["tp"]})
     if model is None or row["shape"][0] % model.sequence != 0:
         return None

@@ -1,6 +1,6 @@
-"""The collectives of others, each over memory of the kind that it wants.
+"""The collectives of other libraries, each over the kind of memory that it needs.
 
-A library lends rows that lie where its collectives are quickest, and says of each collective whether it has it.
+A library lends rows in the memory where its collectives are fastest, and lists the collectives that it does not have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_CUDA = "needs CUDA"
 
 
 class Arena:
-    """One large piece of memory, lent out in parts that all ranks have at the same offset."""
+    """One large allocation, lent out in parts that have the same offset on all ranks."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -41,17 +41,17 @@ class Arena:
 
 @dataclass
 class Library:
-    """torch.distributed over one group, into memory of its own kind.
+    """torch.distributed over one group, with memory of its own kind.
 
-    lacks: for a collective that it does not have, why.
-    close: gives its memory back, before the group ends.
+    unsupported_collectives: the reason, for each collective that it does not have.
+    close: frees its memory, before the group ends.
     """
 
     name: str
     device: torch.device
     group: Any = None
     arena: Arena | None = None
-    lacks: dict[str, str] = field(default_factory=dict)
+    unsupported_collectives: dict[str, str] = field(default_factory=dict)
     close: Callable[[], object] = lambda: None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -60,7 +60,7 @@ class Library:
         return torch.empty(torch.Size(shape), dtype=dtype, device=self.device)
 
     def like(self, values: Tensor) -> Tensor:
-        """A copy in this library's memory."""
+        """Returns a copy in this library's memory."""
         if self.arena is None:
             return values
         return self.empty(values.shape, values.dtype).copy_(values)
@@ -86,7 +86,7 @@ class Library:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """8-bit floats as bytes, which every collective moves."""
+    """Views 8-bit floats as bytes, which every collective supports."""
     return x.view(torch.uint8) if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
 
 
@@ -111,7 +111,7 @@ class TorchSymmetric:
 
 @dataclass
 class Libraries:
-    """All that can be had here; `missing` has the reason for each that cannot."""
+    """All libraries that are available here. `missing` has the reason for each other one."""
 
     plain: Library
     others: list[Library]
@@ -123,7 +123,7 @@ class Libraries:
         return [self.plain, *self.others]
 
     def reset(self) -> None:
-        """Takes back all that was lent."""
+        """Reclaims all lent memory."""
         for library in self.all:
             library.reset()
         if self.torch_symmetric is not None:
@@ -133,12 +133,12 @@ class Libraries:
         for library in self.all:
             library.close()
 
-    def because(self, name: str) -> str:
+    def missing_reason(self, name: str) -> str:
         return self.missing.get(name, "")
 
     @staticmethod
     def open(ranks: Ranks, cases: Sequence[Case]) -> Libraries:
-        """Collective. The arenas have room for any of `cases`."""
+        """Opens the libraries. Collective. The arenas have room for any of `cases`."""
         plain = Library("nccl" if ranks.device.type == "cuda" else "gloo", ranks.device)
         found = Libraries(plain, [], None, {})
         names = ("nccl symmetric", "nccl copy engine", "torch")
@@ -155,7 +155,7 @@ class Libraries:
             "torch": lambda: setattr(found, "torch_symmetric", torch_symmetric(ranks.device, room)),
         }
         for name, opener in openers.items():
-            if reason := ranks.attempt(opener):
+            if reason := ranks.try_on_all_ranks(opener):
                 found.missing[name] = f"{reason} ({byte_text(room)} of memory)"
                 found.others = [library for library in found.others if library.name != name]
                 if name == "torch":
@@ -164,7 +164,7 @@ class Libraries:
 
 
 def arena_bytes(case: Case, tp: int) -> int:
-    """What the largest user of an arena takes of it for a case: its inputs, its output, and what alignment costs."""
+    """Returns the bytes that the largest user of an arena needs for a case: its inputs, its output, and padding."""
     if not case.is_gemm:
         return 2 * case.sets(tp) * (case.shape[0] + ALIGNMENT) + MIB
     m, n, k = case.shape
@@ -174,15 +174,17 @@ def arena_bytes(case: Case, tp: int) -> int:
 
 
 def _registered(ranks: Ranks, room: int, zero_cta: bool) -> Library:
-    """NCCL over memory that it knows to be at the same place everywhere; with zero CTAs, its copy engines."""
+    """Returns NCCL over symmetric memory; with `zero_cta`, by its copy engines."""
     options = dist.ProcessGroupNCCL.Options()
-    lacks = dict.fromkeys(("all_to_all", "broadcast"), "NCCL has no kernel for it over symmetric memory")
+    unsupported_collectives = dict.fromkeys(
+        ("all_to_all", "broadcast"), "NCCL has no kernel for it over symmetric memory"
+    )
     if zero_cta:
         nccl: Any = dist.ProcessGroupNCCL
         config: Any = options.config
         config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
-        lacks = dict.fromkeys(("all_reduce", "reduce_scatter"), "NCCL's copy engines do not add")
-        lacks["broadcast"] = "NCCL has no copies for it"
+        unsupported_collectives = dict.fromkeys(("all_reduce", "reduce_scatter"), "NCCL's copy engines do not add")
+        unsupported_collectives["broadcast"] = "NCCL has no copies for it"
     group = dist.new_group(list(range(ranks.size)), backend="nccl", pg_options=options, device_id=ranks.device)
     backend: Any = group._get_backend(ranks.device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
@@ -190,11 +192,13 @@ def _registered(ranks: Ranks, room: int, zero_cta: bool) -> Library:
         memory = torch.empty(room, dtype=torch.uint8, device=ranks.device)
     backend.register_mem_pool(pool, symm=True)
     name = "nccl copy engine" if zero_cta else "nccl symmetric"
-    return Library(name, ranks.device, group, Arena(memory), lacks, lambda: backend.deregister_mem_pool(pool))
+    return Library(
+        name, ranks.device, group, Arena(memory), unsupported_collectives, lambda: backend.deregister_mem_pool(pool)
+    )
 
 
 def torch_symmetric(device: torch.device, room: int) -> TorchSymmetric:
-    """Over `room` bytes that the ranks of torch.distributed share. Collective."""
+    """Allocates `room` bytes of symmetric memory over the ranks of torch.distributed. Collective."""
     import torch.distributed._symmetric_memory as symmetric
 
     world: Any = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""One visit: a case in one mode, from its variants to the rows of a result."""
+"""Measures one visit: a case in one mode, from its variants to the rows of a result."""
 
 from __future__ import annotations
 
@@ -11,40 +11,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_overlap._timing import Samples, in_graph, interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.bench.cases import Visit
 from torch_overlap.bench.floor import Rates, floor_us
 from torch_overlap.bench.problem import Problem, Variant
 from torch_overlap.bench.ranks import Ranks
-from torch_overlap.bench.timing import Samples, in_graph, interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.bench.trace import timelines
 
-# Results of one problem differ by the order of their sums, and by partial sums being rounded.
+# Results of one problem differ by the order of their sums, and by the rounding of partial sums.
 TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3, "fp8": 2e-2, "fp8_rows": 2e-2}
 NOISY = 0.03
 
 
 @dataclass
 class Outcome:
-    """What a visit found: the rows of ours, and what the report says besides."""
+    """The result of a visit: our rows, and further data for the report."""
 
     visit: Visit
     tp: int
     rows: list[dict[str, Any]] = field(default_factory=list)
-    others: dict[str, float] = field(default_factory=dict)  # product and collective alone, by name, in us
+    others: dict[str, float] = field(default_factory=dict)  # product and collective without each other, by name, in us
     peers: dict[str, float] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     timelines: list[dict[str, Any]] = field(default_factory=list)
 
     def lacks(self, wanted: Sequence[str] = ()) -> str:
-        """Why there is no row of "auto", or of what else was asked for; empty where there is one, or cannot be."""
+        """Returns the reason why the row of "auto", or of the requested algorithm, is missing; empty if it exists or
+        cannot exist."""
         name = "auto" if not wanted or "auto" in wanted else wanted[0]
         if "ours" in self.missing or any(row["algorithm"] == name for row in self.rows):
             return ""
         return self.missing.get(name) or self.missing.get("all") or f"no row of {name}"
 
 
-def try_out(problem: Problem, ranks: Ranks) -> None:
-    """Every variant once: those that fail, or give another result than the first peer, become missing. Collective."""
+def validate_variants(problem: Problem, ranks: Ranks) -> None:
+    """Runs every variant once. Those that fail, or differ from the result of the first peer, become missing.
+    Collective."""
     results: dict[str, Tensor] = {}
     kept: list[Variant] = []
     for variant in problem.variants:
@@ -56,10 +58,10 @@ def try_out(problem: Problem, ranks: Ranks) -> None:
             if variant.tell is not None:
                 variant.chosen = variant.tell()
             results[variant.name] = made.clone()
-            # NaN, so that nobody finds this result in memory and leaves it there as its own.
+            # NaN, so that a variant cannot pass with this result left in memory.
             made.view(torch.uint8).fill_(255)
 
-        reason = ranks.attempt(once)
+        reason = ranks.try_on_all_ranks(once)
         if reason:
             problem.missing[variant.name] = reason
         else:
@@ -67,8 +69,8 @@ def try_out(problem: Problem, ranks: Ranks) -> None:
     compared = [variant for variant in kept if variant.role in ("ours", "peer")]
     reference = next((variant for variant in compared if variant.role == "peer"), None)
     if reference is not None:
-        errors = [distance(results[variant.name], results[reference.name]) for variant in compared]
-        worst = [max(column) for column in zip(*ranks.all_of(errors), strict=True)]
+        errors = [relative_error(results[variant.name], results[reference.name]) for variant in compared]
+        worst = [max(column) for column in zip(*ranks.all_gather_objects(errors), strict=True)]
         for variant, error in zip(compared, worst, strict=True):
             if error > TOLERANCE[problem.case.dtype]:
                 problem.missing[variant.name] = f"wrong: differs from {reference.name} by {error:.1e}"
@@ -76,28 +78,33 @@ def try_out(problem: Problem, ranks: Ranks) -> None:
     problem.variants = kept
 
 
-def distance(mine: Tensor, reference: Tensor) -> float:
-    """The norm of the difference over that of the reference; infinite where there is none."""
+def relative_error(mine: Tensor, reference: Tensor) -> float:
+    """Returns the norm of the difference over that of the reference; infinite if it is NaN."""
     a, b = mine.double(), reference.double()
     found = float((a - b).norm() / b.norm().clamp_min(1e-30))
     return math.inf if math.isnan(found) else found
 
 
 def sample_all(problem: Problem, ranks: Ranks, mode: str, rounds: int) -> Samples:
-    """Samples of all variants, the slowest rank's. In the mode "graph" those that cannot be captured become missing."""
+    """Returns samples of all variants, of the slowest rank. In the mode "graph" those that cannot be captured become
+    missing."""
     calls = problem.case.calls(ranks.size)
-    repeats = problem.case.repeats(ranks.size, mode) if ranks.device.type == "cuda" else 1  # a CPU has nothing queued
+    repeats = problem.case.repeats(ranks.size, mode) if ranks.device.type == "cuda" else 1  # a CPU has no queue
     samplers: dict[str, Callable[[], float]] = {}
     kept = []
     for variant in problem.variants:
         if mode == "eager":
-            variant.ask()
+            variant.update_chosen()
             steps = partial(_steps, variant, calls)
             samplers[variant.name] = ranks.eager.sampler(steps, calls, repeats, variant.before)
         else:
             graph = _Captured(variant, calls, TOLERANCE[problem.case.dtype])
-            # Once outside: memory and plans of all inputs are there.
-            reason = ranks.attempt(graph.do) or ranks.attempt(graph.capture) or ranks.attempt(graph.check)
+            # One run outside the capture, so that memory and plans of all inputs exist.
+            reason = (
+                ranks.try_on_all_ranks(graph.do)
+                or ranks.try_on_all_ranks(graph.capture)
+                or ranks.try_on_all_ranks(graph.check)
+            )
             if reason:
                 problem.missing[variant.name] = f"in a graph: {reason}"
                 continue
@@ -108,13 +115,13 @@ def sample_all(problem: Problem, ranks: Ranks, mode: str, rounds: int) -> Sample
 
 
 class _Captured:
-    """The calls of a variant in a graph, whose last result is that of the same calls outside of one."""
+    """The calls of a variant in a graph, whose last result must equal that of the same calls outside of it."""
 
     def __init__(self, variant: Variant, calls: int, tolerance: float) -> None:
         self._variant = variant
         self._calls = calls
         self._tolerance = tolerance
-        self._results: list[Tensor] = []  # expected; what the graph makes
+        self._results: list[Tensor] = []  # the expected result, and that of the graph
 
     def _prepare(self) -> None:
         if self._variant.before is not None:
@@ -126,7 +133,7 @@ class _Captured:
 
     def capture(self) -> None:
         def calls() -> None:
-            self._variant.ask()
+            self._variant.update_chosen()
             self._results.append(_steps(self._variant, self._calls))
 
         self.replay = in_graph(calls)
@@ -137,14 +144,14 @@ class _Captured:
         made.view(torch.uint8).fill_(255)  # NaN
         self._prepare()
         self.replay()
-        error = distance(made, expected)
-        # Sums in place, again and again, may be beyond what their type has.
+        error = relative_error(made, expected)
+        # Repeated sums in place may overflow their type.
         if error > self._tolerance and expected.double().isfinite().all():
             raise RuntimeError(f"wrong: differs from a call outside by {error:.1e}")
 
 
 def _steps(variant: Variant, calls: int) -> Tensor:
-    """The result of the last."""
+    """Makes the calls and returns the result of the last one."""
     for i in range(calls):
         made = variant.call(i)
     return made
@@ -152,20 +159,20 @@ def _steps(variant: Variant, calls: int) -> Tensor:
 
 def measure(visit: Visit, build: Callable[[], Problem], ranks: Ranks, rates: Rates, rounds: int,
             with_timeline: bool = False) -> Outcome:  # fmt: skip
-    """Collective."""
+    """Measures a visit. Collective."""
     built: list[Problem] = []
-    if reason := ranks.attempt(lambda: built.append(build())):
+    if reason := ranks.try_on_all_ranks(lambda: built.append(build())):
         return Outcome(visit, ranks.size, missing={"all": reason})
     problem = built.pop()
-    try_out(problem, ranks)
+    validate_variants(problem, ranks)
     samples = sample_all(problem, ranks, visit.mode, rounds)
     spans = timelines(problem, ranks) if with_timeline else []
     outcome = summary(visit, problem, samples, ranks.size, rates)
     outcome.timelines = spans
-    ends = problem.ends
+    cleanups = problem.cleanups
     problem.variants.clear()
     del problem, samples
-    for end in ends:
+    for end in cleanups:
         end()
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
@@ -174,7 +181,7 @@ def measure(visit: Visit, build: Callable[[], Problem], ranks: Ranks, rates: Rat
 
 
 def summary(visit: Visit, problem: Problem, samples: Samples, tp: int, rates: Rates) -> Outcome:
-    """Rows of the samples: a value of the case, the variants' names and roles, and the times."""
+    """Returns the rows of the samples, from the case, the variants' names and roles, and the times."""
     case = visit.case
     named = {role: [v.name for v in problem.variants if v.role == role] for role in ("gemm", "comm", "ours", "peer")}
     outcome = Outcome(visit, tp, missing=dict(problem.missing))

@@ -1,4 +1,4 @@
-"""Pictures of results: bars against peers, lines over sizes, and what ran when."""
+"""Plots of results: bars against peers, lines over sizes, and timelines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def bars(groups: Sequence[Group], title: str, path: Path) -> None:
-    """Time over that of the product alone: ours and the peers of each case, the floor as a line across its bars."""
+    """Plots the time over that of the product without communication: ours and the peers of each case, the floor as a
+    line across its bars."""
     peers = peers_of(groups)
     figure, axes = _figure(max(7.0, 1.5 * len(groups)), 4)
     plot = axes[0][0]
@@ -65,7 +66,7 @@ def bars(groups: Sequence[Group], title: str, path: Path) -> None:
 
 
 def lines(groups: Sequence[Group], title: str, path: Path) -> None:
-    """Microseconds over the size of a collective."""
+    """Plots microseconds over the size of a collective."""
     peers = peers_of(groups)
     figure, axes = _figure(7, 4)
     plot = axes[0][0]
@@ -88,7 +89,7 @@ def lines(groups: Sequence[Group], title: str, path: Path) -> None:
 
 
 def timeline(timelines: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """One step of each way, with a lane for products and one for communication."""
+    """Plots one step of each variant, with a lane for products and one for communication."""
     figure, axes = _figure(9, 0.6 + 1.1 * len(timelines), len(timelines))
     longest = max(span["start_us"] + span["us"] for line in timelines for span in line["spans"])
     lanes = [lane for lane in LANES if any(s["lane"] == lane for line in timelines for s in line["spans"])]

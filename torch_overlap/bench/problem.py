@@ -1,4 +1,4 @@
-"""What is timed for a case: its variants, and those that cannot be had with the reason."""
+"""The variants of a case to time, and the unavailable ones with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_overlap.bench.cases import FP8, Case, byte_text
 from torch_overlap.bench.libraries import Arena, Libraries, Library
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm
 
-PERIOD = 8  # of the factors of rows
+PERIOD = 8  # period of the row scales
 Role = Literal["gemm", "comm", "ours", "peer"]
 Call = Callable[[int], Tensor]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(FP8, torch.float8_e4m3fn)
@@ -24,10 +24,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(FP8, to
 
 @dataclass
 class Variant:
-    """One way to do it. `call(i)` works on the i-th inputs, modulo their number, and returns what it made.
+    """One variant of a case. `call(i)` works on the i-th inputs, modulo their number, and returns its result.
 
-    before: makes the inputs anew where a call destroys them; not timed.
-    chosen: what "auto" stands for here, which ask() finds out by `choose`, or `tell` knows after a call.
+    before: restores the inputs if a call overwrites them; not timed.
+    chosen: the algorithm that "auto" selects here, from `choose`, or from `tell` after a call.
     """
 
     name: str
@@ -38,23 +38,24 @@ class Variant:
     choose: Callable[[], str] | None = None
     tell: Callable[[], str] | None = None
 
-    def ask(self) -> None:
-        """What is chosen may be another algorithm in a capture."""
+    def update_chosen(self) -> None:
+        """Updates the selected algorithm, which may differ in a capture."""
         if self.choose is not None:
             self.chosen = self.choose()
 
 
 @dataclass
 class Problem:
-    """The ways to do a case, and for those that cannot be had, why. All compute the same of the same inputs.
+    """The variants of a case, and the reasons for those that are unavailable. All compute the same from the same
+    inputs.
 
-    ends: called once nothing of it is used any more.
+    ends: called when the problem is no longer used.
     """
 
     case: Case
     variants: list[Variant] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    ends: list[Callable[[], object]] = field(default_factory=list)
+    cleanups: list[Callable[[], object]] = field(default_factory=list)
 
     def add(self, name: str, role: Role, call: Call, before: Callable[[], object] | None = None,
             chosen: str = "", choose: Callable[[], str] | None = None,
@@ -63,7 +64,7 @@ class Problem:
 
 
 class Operands:
-    """Random matrices of a dtype, and their products by the algorithm of cuBLASLt that is the quickest."""
+    """Random matrices of a dtype, and their products by the fastest algorithm of cuBLASLt."""
 
     def __init__(self, dtype: str, device: torch.device) -> None:
         self.dtype = DTYPES[dtype]
@@ -79,7 +80,7 @@ class Operands:
         self._scales: dict[int, Tensor] = {}
 
     def scale(self, matrix: Tensor) -> Tensor:
-        """One factor, or one for each row."""
+        """Returns one factor, or one per row."""
         rows = matrix.shape[0] if self.mode == ScalingMode.ROW_SCALING else 1
         if rows not in self._scales:
             factors = self._factors.repeat(-(-rows // PERIOD))[:rows]
@@ -98,7 +99,7 @@ class Operands:
         return GemmOperand(x, transposed, scaling=self.mode, scale_inv=self.scale(x))
 
     def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        """out = x weight^T"""
+        """Computes out = x weight^T."""
         gemm(self.arguments(x, weight, out))
         return out
 
@@ -112,13 +113,13 @@ class Operands:
         return torch._scaled_mm(x, weight.t(), scale_x, scale_w, out_dtype=self.out_dtype, use_fast_accum=True)
 
     def torch_scales(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """As torch wants those of x and of the transposed weight."""
+        """Returns the scales of x and of the transposed weight in torch's layout."""
         of_weight = self.scale(weight)
         return self.scale(x), of_weight.t() if self.mode == ScalingMode.ROW_SCALING else of_weight
 
 
 def algorithms(op: str, call: Callable[[str], object]) -> list[str]:
-    """The names that an operator takes, "auto" first: its own error for a name that it does not know has them."""
+    """Returns the names that an operator accepts, "auto" first, from its error for an unknown name."""
     try:
         call("?")
     except to.InvalidValueError as error:
@@ -131,7 +132,7 @@ def algorithms(op: str, call: Callable[[str], object]) -> list[str]:
 
 def add_ours(problem: Problem, op: str, arguments: Sequence[Any], wanted: Sequence[str],
              call: Callable[[int, str], Tensor], **options: Any) -> None:  # fmt: skip
-    """A variant for each algorithm that the operator has, and that it says can run here. options: of the operator."""
+    """Adds a variant for each algorithm of the operator that can run here. options: of the operator."""
     names = algorithms(op, lambda name: call(0, name))
     for name in wanted:
         if name not in names:
@@ -147,12 +148,12 @@ def add_ours(problem: Problem, op: str, arguments: Sequence[Any], wanted: Sequen
         try:
             chosen = explain()
         except to.InvalidValueError:
-            pass  # an operator that explain() does not know: the first call shows whether it can run
+            pass  # explain() does not know the operator: the first call shows if it can run
         except to.UnsupportedError as error:
             problem.missing[name] = str(error)
             continue
         if chosen and name != "auto" and chosen != name:
-            continue  # it stands for another one in a forward pass
+            continue  # it falls back to another algorithm in a forward pass
         choose = explain if chosen and name == "auto" else None
         problem.add(name, "ours", partial(call_named, call, name), choose=choose)
 
@@ -161,27 +162,28 @@ def call_named(call: Callable[[int, str], Tensor], name: str, i: int) -> Tensor:
     return call(i, name)
 
 
-def having(problem: Problem, libraries: Libraries, collective: str) -> list[Library]:
-    """The libraries that have the collective; the others become missing with their reason."""
+def libraries_with(problem: Problem, libraries: Libraries, collective: str) -> list[Library]:
+    """Returns the libraries that have the collective; the others become missing with their reason."""
     problem.missing.update({name: why for name, why in libraries.missing.items() if name != "torch"})
     for library in libraries.others:
-        if collective in library.lacks:
-            problem.missing[library.name] = library.lacks[collective]
-    return [library for library in libraries.all if collective not in library.lacks]
+        if collective in library.unsupported_collectives:
+            problem.missing[library.name] = library.unsupported_collectives[collective]
+    return [library for library in libraries.all if collective not in library.unsupported_collectives]
 
 
 def add_torch_all_reduces(problem: Problem, libraries: Libraries, size: int,
                           source: Callable[[Arena], tuple[Call, Callable[[], object] | None]]) -> None:  # fmt: skip
-    """torch's all-reduces of `size` bytes. source: what makes a call's inputs in an arena, and what makes them anew."""
+    """Adds torch's all-reduces of `size` bytes. source: returns a call's inputs in an arena, and a function that
+    restores them."""
     torch_symmetric = libraries.torch_symmetric
     for name in ("torch one-shot", "torch two-shot"):
         if torch_symmetric is None:
-            problem.missing[name] = libraries.because("torch")
+            problem.missing[name] = libraries.missing_reason("torch")
             continue
         one = name == "torch one-shot"
-        most = torch_symmetric.one_shot_bytes if one else torch_symmetric.two_shot_bytes
-        if size > most:
-            problem.missing[name] = f"not meant for more than {byte_text(most)}"
+        max_bytes = torch_symmetric.one_shot_bytes if one else torch_symmetric.two_shot_bytes
+        if size > max_bytes:
+            problem.missing[name] = f"not meant for more than {byte_text(max_bytes)}"
             continue
         make, before = source(torch_symmetric.arena)
         reduce = torch_symmetric.one_shot_all_reduce if one else torch_symmetric.two_shot_all_reduce

@@ -1,4 +1,4 @@
-"""The processes of a run: torchrun starts them, and each makes what all measurements share."""
+"""The processes of a run. torchrun starts them, and each makes the objects that all measurements share."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import torch.distributed as dist
 
 import torch_overlap as to
 from torch_overlap._gpus import gpu_of
-from torch_overlap.bench.timing import Stopwatch
+from torch_overlap._timing import Stopwatch
 
-# No multicast, for anybody: so that runs on different machines measure the same.
+# Multicast is off for all libraries, so that runs on different machines are comparable.
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
     "OMP_NUM_THREADS": "1",
 }
-# About 0.3 ms: what it takes to launch a graph of 50 collectives.
+# Cycles to launch a graph of 50 collectives.
 LEAD_CYCLES = 500_000
-PATIENCE = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=120)
 
 
 def under_torchrun() -> bool:
@@ -36,7 +36,8 @@ def under_torchrun() -> bool:
 
 
 def launch(arguments: Sequence[str], count: int) -> int:
-    """Runs `python -m torch_overlap bench <arguments>` in `count` processes of this host; the exit status."""
+    """Runs `python -m torch_overlap bench <arguments>` in `count` processes of this host, and returns the exit
+    status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
     environment = {**ENVIRONMENT, **os.environ}
     return subprocess.run([*command, "-m", "torch_overlap", "bench", *arguments], env=environment).returncode
@@ -44,12 +45,12 @@ def launch(arguments: Sequence[str], count: int) -> int:
 
 @dataclass
 class Ranks:
-    """This process among the ranks. `torch.distributed` is initialized too, for those who use it."""
+    """This process's view of the ranks. `torch.distributed` is initialized too, for the libraries that use it."""
 
     comm: to.TorchComm
     device: torch.device
-    captured: Stopwatch  # the host is ahead of the device
-    eager: Stopwatch  # the host is timed too where it is slower
+    captured: Stopwatch  # for graphs: the host is ahead of the device
+    eager: Stopwatch  # for eager calls: includes host time if the host is slower than the device
 
     @property
     def rank(self) -> int:
@@ -61,7 +62,7 @@ class Ranks:
 
     @staticmethod
     def start(device: str) -> Ranks:
-        """Collective. device: "cuda" or "cpu"."""
+        """Initializes this rank. Collective. device: "cuda" or "cpu"."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         backend = "nccl" if device == "cuda" else "gloo"
@@ -71,13 +72,13 @@ class Ranks:
             torch.cuda.set_device(place)
             # NCCL's copy-engine collectives refuse the legacy default stream.
             torch.cuda.set_stream(torch.cuda.Stream(place))
-        dist.init_process_group(backend, device_id=place if device == "cuda" else None, timeout=PATIENCE)
-        comm = to.new_comm(backend, place, "bench", timeout=PATIENCE, abort_process_on_timeout_or_error=False)
+        dist.init_process_group(backend, device_id=place if device == "cuda" else None, timeout=TIMEOUT)
+        comm = to.new_comm(backend, place, "bench", timeout=TIMEOUT, abort_process_on_timeout_or_error=False)
         torch.manual_seed(1 + comm.get_rank())
         meet: Callable[[], object] = partial(comm.barrier, async_op=False)
         ranks = Ranks(comm, place, Stopwatch(place, meet, LEAD_CYCLES), Stopwatch(place, meet))
         found: list[DeviceBarrier] = []
-        if device == "cuda" and not ranks.attempt(lambda: found.append(DeviceBarrier.open(place))):
+        if device == "cuda" and not ranks.try_on_all_ranks(lambda: found.append(DeviceBarrier.open(place))):
             ranks.captured, ranks.eager = Stopwatch(place, found[0], LEAD_CYCLES), Stopwatch(place, found[0])
         return ranks
 
@@ -90,29 +91,29 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def all_of(self, mine: object) -> list[Any]:
-        """What every rank gives, by rank. Collective."""
+    def all_gather_objects(self, mine: object) -> list[Any]:
+        """Returns every rank's `mine`, in rank order. Collective."""
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, mine)
         return everyone
 
-    def first_says(self, value: Any) -> Any:
-        """Rank 0's value. Collective."""
+    def broadcast_value(self, value: Any) -> Any:
+        """Returns rank 0's value. Collective."""
         values = [value]
         dist.broadcast_object_list(values, 0)
         return values[0]
 
-    def attempt(self, action: Callable[[], object]) -> str:
-        """Does it on all ranks; why it failed, of the first rank where it did, or "". Collective."""
+    def try_on_all_ranks(self, action: Callable[[], object]) -> str:
+        """Runs the action on all ranks. Returns the failure reason of the first rank that failed, or "". Collective."""
         reason = ""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 action()
             self.synchronize()
-        except Exception as error:  # whatever a peer raises is its reason
+        except Exception as error:  # any exception of a peer is its reason
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        return next((told for told in self.all_of(reason) if told), "")
+        return next((failure for failure in self.all_gather_objects(reason) if failure), "")
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -121,7 +122,7 @@ class Ranks:
 
 @dataclass
 class DeviceBarrier:
-    """One kernel of torch's, from which all ranks come within about a microsecond."""
+    """One torch kernel that acts as a barrier: all ranks leave it within about a microsecond."""
 
     pad: torch.Tensor
     handle: Any

@@ -1,4 +1,4 @@
-"""Bandwidths, measured in the same run as what they are the floor of."""
+"""Bandwidths, measured in the same run as the results whose floor they give."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_overlap as to
+from torch_overlap._timing import interleave, slowest_rank, spread_of
 from torch_overlap.bench.cases import MIB
 from torch_overlap.bench.floor import Rates
 from torch_overlap.bench.ranks import Ranks
-from torch_overlap.bench.timing import interleave, slowest_rank, spread_of
 
 ROUNDS = 9
 
 
 def measure_rates(ranks: Ranks) -> Rates:
-    """Of a copy to the next rank while all send, and of a copy within memory. Collective."""
+    """Measures a copy to the next rank while all ranks send, and a copy within memory. Collective."""
     on_gpu = ranks.device.type == "cuda"
     size = 256 * MIB if on_gpu else MIB
     source = torch.empty(size, dtype=torch.uint8, device=ranks.device).random_()
@@ -36,7 +36,7 @@ def measure_rates(ranks: Ranks) -> Rates:
 
 
 def _peer_copy(ranks: Ranks, source: Tensor, keep: list[Any]) -> Callable[[], object]:
-    """A push over the link by a copy engine; by messages where ranks do not reach each other's memory."""
+    """Returns a copy to the peer by a copy engine, or by messages if ranks cannot map each other's memory."""
     found: list[Tensor] = []
 
     def reach() -> None:
@@ -49,13 +49,13 @@ def _peer_copy(ranks: Ranks, source: Tensor, keep: list[Any]) -> Callable[[], ob
         found.append(handle.get_buffer((ranks.rank + 1) % ranks.size, [source.numel()], torch.uint8))
         found[0].copy_(source)
 
-    if ranks.attempt(reach):
+    if ranks.try_on_all_ranks(reach):
         return _exchange(ranks, source)
     return lambda: found[0].copy_(source)
 
 
 def _exchange(ranks: Ranks, source: Tensor) -> Callable[[], object]:
-    """Every rank's bytes to the next, through the communicator."""
+    """Returns a function that sends every rank's bytes to the next rank through the communicator."""
     out = torch.empty_like(source)
     pairs = [(rank, (rank + 1) % ranks.size) for rank in range(ranks.size)]
 

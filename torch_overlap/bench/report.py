@@ -21,16 +21,17 @@ def header(title: str, tp: int, rates: Rates) -> str:
 
 
 def block(outcome: Outcome) -> str:
-    """One visit: what is alone, ours, peers, and what could not run."""
+    """Returns the text of one visit: product and collective without overlap, ours, peers, and the variants that could
+    not run."""
     case, rows = outcome.visit.case, outcome.rows
     shape = " ".join(map(str, case.shape)) if case.is_gemm else byte_text(case.shape[0])
     lines = [f"\n{case.op} {case.name and case.name + ': '}{shape}, {case.dtype}, {outcome.visit.mode}"]
     if outcome.others:
         first = rows[0] if rows else {}
-        told = [f"{name} alone {us:.1f} us, {_rate(outcome, name, us)}" for name, us in outcome.others.items()]
+        notes = [f"{name} alone {us:.1f} us, {_rate(outcome, name, us)}" for name, us in outcome.others.items()]
         if first.get("noisy"):
-            told.append(f"NOISY: the product's IQR is over {NOISY:.0%}")
-        lines.append("  " + "; ".join(told))
+            notes.append(f"NOISY: the product's IQR is over {NOISY:.0%}")
+        lines.append("  " + "; ".join(notes))
     if rows and "floor_us" in rows[0]:
         lines.append(f"  floor {rows[0]['floor_us']:.1f} us" + _times(rows[0], "floor_us", "gemm_us", "gemm"))
     for row in sorted(rows, key=lambda row: float(row["us"])):
@@ -68,5 +69,5 @@ def _times(row: dict[str, Any], what: str, of: str, name: str) -> str:
 
 
 def left_out_text(left_out: Sequence[Visit], seconds: float) -> str:
-    """What a budget cut off."""
+    """Returns the text for visits that the budget left out."""
     return f"\nleft out, for want of time ({seconds:.0f} s): " + "; ".join(map(str, left_out))

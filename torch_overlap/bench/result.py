@@ -1,4 +1,4 @@
-"""Result files: what ran where, and rows. benchmarks/ writes the same."""
+"""Result files: the run's environment, and rows. The programs in benchmarks/ write the same format."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ROW = {
     "iqr_us": (int, float), "peers": dict,
 }  # fmt: skip
 GEMM_ROW = {"gemm_us": (int, float), "ratio_gemm": (int, float), "ratio_floor": (int, float)}
-# Figures that a run reports and a file leaves out: no table, picture, goal or test reads them.
+# Figures that a run reports and a file omits: no table, plot, goal or test reads them.
 UNREAD = ("ratio_iqr", "ratio_peer_iqr", "best_peer", "gbps", "rounds", "gemm_iqr_us")
 _DIGITS = 6  # significant digits of a figure: samples differ in the third
-# Options that say where files are, or when: nobody needs them to run it again.
+# Options for file locations and start times, which are not needed to repeat a run.
 _PATHS = ("--out", "--json", "--library", "--loops", "--cutlass", "--began")
 
 
 def git_commit() -> str:
-    """TORCH_OVERLAP_COMMIT, for a copy of the tree without its history; else git's."""
+    """Returns TORCH_OVERLAP_COMMIT, for a copy of the tree without its history, or else git's commit."""
     if commit := os.environ.get("TORCH_OVERLAP_COMMIT"):
         return commit
     return _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]) or "unknown"
@@ -46,7 +46,7 @@ def _output(command: list[str]) -> str:
 
 
 def gpu_state() -> dict[str, str]:
-    """Driver, clocks, power and ECC of GPU 0, as they are."""
+    """Returns driver, clocks, power and ECC of GPU 0 at the moment."""
     keys = ("driver_version", "clocks.sm", "clocks.max.sm", "power.draw", "power.limit", "ecc.mode.current")
     line = _output(["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader", "-i", "0"])
     values = [value.strip() for value in line.split(",")]
@@ -54,7 +54,7 @@ def gpu_state() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """How to run this again: program, ranks and what was asked, without the paths of this machine."""
+    """Returns the command that repeats this run: program, ranks and options, without the paths of this machine."""
     asked = []
     skip = False
     for argument in sys.argv[1:]:
@@ -69,13 +69,13 @@ def command_line() -> str:
 
 
 def result(benchmark: str, rows: list[dict[str, Any]], command: str | None = None, **more: Any) -> dict[str, Any]:
-    """What a result file holds; `more` comes before the rows."""
+    """Returns the content of a result file. `more` precedes the rows."""
     cuda = torch.cuda.is_available()
     return {
         "benchmark": benchmark,
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(0) if cuda else "cpu",
-        "gpus": torch.cuda.device_count() if cuda else 0,  # fewer than ranks where these share them
+        "gpus": torch.cuda.device_count() if cuda else 0,  # fewer than ranks if ranks share a GPU
         "driver": gpu_state().get("driver_version", "none"),
         "torch": str(torch.__version__),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
@@ -106,7 +106,7 @@ def text(content: dict[str, Any]) -> str:
 
 
 def compact(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns `content` without figures that nothing reads, its floats rounded to significant digits."""
+    """Returns `content` without figures that nothing reads, with floats rounded to significant digits."""
     rows = [{key: value for key, value in row.items() if key not in UNREAD} for row in content["rows"]]
     return dict(_rounded(content | {"rows": rows}))
 
@@ -126,15 +126,15 @@ def _rounded(value: Any) -> Any:
 
 
 def write_result(benchmark: str, tp: int, rows: list[dict[str, Any]], folder: Path) -> Path:
-    """`result` and `write` in one. Call it on rank 0."""
+    """Calls `result` and `write`. Call it on rank 0."""
     return write(result(benchmark, rows), tp, folder)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result file.
+    """Reads a result file.
 
     Raises:
-        ValueError: it is none, or lacks what every one has.
+        ValueError: the file is not a result, or lacks a required key.
     """
     try:
         content = json.loads(path.read_text())
@@ -147,7 +147,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def check_rows(content: dict[str, Any]) -> None:
-    """Raises ValueError for a row of the operators' benchmark that lacks something."""
+    """Raises ValueError for a row of the operators' benchmark that lacks a key."""
     for index, row in enumerate(content["rows"]):
         wanted = ROW | (GEMM_ROW if isinstance(row.get("shape"), list) else {})
         if wrong := _wrong(row, wanted):

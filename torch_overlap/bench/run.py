@@ -1,4 +1,4 @@
-"""A run on all ranks: visits in order, until the time is over; the result on rank 0."""
+"""A run on all ranks: visits in order, until the time budget is spent. Rank 0 has the result."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FEW_ROUNDS = 8
 
 @dataclass
 class Options:
-    """What was asked for.
+    """The options of a run.
 
-    rounds: at most; fewer where that fits more into `budget`.
-    began: when the command was given, in seconds since the epoch; `budget` counts from there.
-    json, out: the file, and the folder, that the result goes into.
+    rounds: the maximum; fewer if that fits more into `budget`.
+    began: start time of the command, in seconds since the epoch; `budget` counts from there.
+    json, out: the file, and the folder, for the result.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Collective; prints and writes on rank 0."""
+    """Runs the visits. Collective; rank 0 prints and writes."""
     ranks = Ranks.start(options.device)
     for case in options.cases:
         case.check(ranks.size)
@@ -59,11 +59,11 @@ def run(options: Options) -> None:
         ranks.say("not run: graph: needs CUDA")
     visits = in_order(options.cases, modes)
     record = Record(options, rates, ranks.size, visits) if ranks.rank == 0 else None
-    pace = Pace(options, ranks.size)
+    pace = RoundBudget(options, ranks.size)
     left_out = []
     drawn: set[str] = set()
     for index, visit in enumerate(visits):
-        rounds = ranks.first_says(pace.rounds(visit, visits[index + 1 :]))
+        rounds = ranks.broadcast_value(pace.rounds(visit, visits[index + 1 :]))
         if rounds == 0:
             left_out.append(visit)
             continue
@@ -71,9 +71,9 @@ def run(options: Options) -> None:
         with_timeline = options.timeline and case.is_gemm and case.op not in drawn
         drawn.add(case.op)
         start = time.time()
-        making = partial(build, case, ranks, libraries, options.algorithms)
-        outcome = measure(visit, making, ranks, rates, rounds, with_timeline)
-        pace.took(visit, rounds, time.time() - start)
+        build_problem = partial(build, case, ranks, libraries, options.algorithms)
+        outcome = measure(visit, build_problem, ranks, rates, rounds, with_timeline)
+        pace.record_duration(visit, rounds, time.time() - start)
         ranks.say(report.block(outcome))
         if record is not None:
             record.add(outcome)
@@ -83,12 +83,12 @@ def run(options: Options) -> None:
         for path in record.finish(left_out):
             ranks.say(f"\nwrote {path}")
     ranks.say(f"{time.time() - options.began:.0f} s in all")
-    ranks.attempt(libraries.close)
+    ranks.try_on_all_ranks(libraries.close)
     ranks.stop()
 
 
-class Pace:
-    """How many rounds of a visit fit into what is left of the budget, as far as the ones before tell."""
+class RoundBudget:
+    """Number of rounds of a visit that fit into the rest of the budget, estimated from the previous visits."""
 
     def __init__(self, options: Options, tp: int) -> None:
         self._options = options
@@ -99,7 +99,7 @@ class Pace:
         return self._slowness * sum(expected_seconds(visit, self._tp, rounds) for visit in visits)
 
     def rounds(self, visit: Visit, later: Sequence[Visit] = ()) -> int:
-        """As many as leave time for what comes later, but not below FEW_ROUNDS; 0: not even these fit."""
+        """Returns the rounds that leave time for later visits, but at least FEW_ROUNDS; 0 if not even those fit."""
         most = self._options.rounds
         if self._options.budget is None:
             return most
@@ -109,12 +109,12 @@ class Pace:
         fit = max(min(most, FEW_ROUNDS), min(most, int((seconds - none) / each)))
         return fit if self._expected([visit], fit) <= seconds else 0
 
-    def took(self, visit: Visit, rounds: int, seconds: float) -> None:
+    def record_duration(self, visit: Visit, rounds: int, seconds: float) -> None:
         self._slowness = 0.7 * self._slowness + 0.3 * seconds / expected_seconds(visit, self._tp, rounds)
 
 
 class Record:
-    """The result so far, written after each visit: a run that is stopped keeps what it has, and says what it lacks."""
+    """The result so far, written after each visit. An interrupted run keeps its rows, and lists the missing ones."""
 
     def __init__(self, options: Options, rates: Rates, tp: int, visits: Sequence[Visit]) -> None:
         self._options = options
@@ -128,7 +128,7 @@ class Record:
             "rounds": options.rounds,
             "gpu_state": result.gpu_state(),
             "environment": {name: os.environ.get(name, "") for name in ENVIRONMENT},
-            "left_out": [],  # cases that were asked for, and why there is no row of them
+            "left_out": [],  # requested cases without a row, and the reason
             "missing": self._missing,
             "timelines": self._timelines,
         }

@@ -1,4 +1,4 @@
-"""Rows of result files by case, and as tables of Markdown."""
+"""Rows of result files by case, and as Markdown tables."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TITLES = {
     "bulk_rs": "Product beside a reduce-scatter",
     "layer": "A transformer layer, forward and backward",
 }
-# The file of before `bench`, of which the operator's rows are shown: it ran by the algorithm "ring".
-_OLDER = {"AG": "ag_gemm", "RS": "gemm_rs", "bfloat16": "bf16", "op": "ring"}
+# Names in the file that predates `bench`, of which the operator's rows are shown. It ran the algorithm "p2p".
+_OLDER = {"AG": "ag_gemm", "RS": "gemm_rs", "bfloat16": "bf16", "op": "p2p"}
 
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of one case: by mode, and in it by algorithm."""
+    """The rows of one case, by mode and then by algorithm."""
 
     op: str
     label: str
@@ -44,7 +44,7 @@ class Group:
     rows: dict[str, dict[str, Row]]
 
     def ours(self, mode: str) -> Row | None:
-        """What a user gets: "auto", or the quickest where only some algorithms were measured."""
+        """Returns the row that a user gets: "auto", or the fastest if only some algorithms were measured."""
         rows = self.rows.get(mode, {})
         return rows.get("auto") or min(rows.values(), key=lambda row: float(row["us"]), default=None)
 
@@ -57,7 +57,7 @@ class Group:
 
 
 def groups_of(rows: Sequence[Row]) -> list[Group]:
-    """In the order of the operations, and in each by size."""
+    """Groups rows by case, in the order of the operations and then by size."""
     found: dict[tuple[Any, ...], Group] = {}
     for row in rows:
         if "layer" in row:
@@ -85,7 +85,7 @@ def _work(shape: tuple[int, ...]) -> int:
 
 
 def peers_of(groups: Sequence[Group]) -> list[str]:
-    """All peers that were measured, in the order in which they come."""
+    """Returns all measured peers, in the order of their first row."""
     named: dict[str, None] = {}
     for group in groups:
         for rows in group.rows.values():
@@ -95,7 +95,8 @@ def peers_of(groups: Sequence[Group]) -> list[str]:
 
 
 def table(groups: Sequence[Group]) -> str:
-    """Of one operation: ratios to the product alone, or for collectives microseconds."""
+    """Returns the table of one operation: ratios to the product without communication, or microseconds for
+    collectives."""
     op = groups[0].op
     return _collective_table(groups) if op in COLLECTIVES else _gemm_table(groups)
 
@@ -120,7 +121,7 @@ def _gemm_table(groups: Sequence[Group]) -> str:
 
 
 def _ours(group: Group, row: Row | None) -> str:
-    """The ratio and what "auto" took; where another algorithm is quicker by more than their spread, that too."""
+    """Returns the ratio and the choice of "auto". Adds another algorithm if it is faster by more than their spread."""
     if row is None:
         return "-"
     text = f"{row['ratio_gemm']:.3f} ({row.get('chosen') or row['algorithm']})"
@@ -147,7 +148,7 @@ def _collective_table(groups: Sequence[Group]) -> str:
     for group in groups:
         row = group.ours(group.mode)
         assert row is not None
-        way = str(row.get("chosen", "")).removeprefix("direct_")
+        way = str(row.get("chosen", ""))
         others = [group.rows[group.mode].get(name) for name in ("plain", "auto registered")[: 1 + len(more)]]
         lines.append(
             [

@@ -1,4 +1,4 @@
-"""What ran when in one call, on rank 0: spans of products, communication and the rest, by torch.profiler."""
+"""Timeline of one call on rank 0: spans of products, communication and the rest, by torch.profiler."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import Any
 import torch
 from torch._C._autograd import DeviceType
 
+from torch_overlap._timing import in_graph
 from torch_overlap.bench.problem import Problem, Variant
 from torch_overlap.bench.ranks import Ranks
-from torch_overlap.bench.timing import in_graph
 
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|wgmma|xmma|::(add)?mm\b|matmul", re.IGNORECASE)
 _COMMUNICATION = re.compile(
-    r"nccl|memcpy|::copy_|gather|scatter|reduce|all_to_all|barrier|signal|wait|flag|push|gloo|c10d", re.IGNORECASE
+    r"nccl|memcpy|::copy_|gather|scatter|reduce|all_to_all|barrier|signal|wait|flag|gloo|c10d|low_latency|begin_kernel"
+    r"|(?:ll|ll128|simple)_(?:copy|norm)_kernel|two_shot_kernel|bulk_kernel|zero_copy_kernel",
+    re.IGNORECASE,
 )
 
 
 def lane_of(name: str) -> str:
-    """Products first: a kernel that multiplies and communicates is one."""
+    """Returns the lane of a kernel. A kernel that multiplies and communicates is a product."""
     if _PRODUCT.search(name):
         return "product"
     return "communication" if _COMMUNICATION.search(name) else "other"
 
 
 def worth_showing(problem: Problem) -> list[Variant]:
-    """Ours as a user gets it, and the first two peers: the library's, and torch's own."""
+    """Returns our variant as a user gets it, and the first two peers: the library's, and torch's own."""
     ours = [variant for variant in problem.variants if variant.role == "ours"]
     peers = [variant for variant in problem.variants if variant.role == "peer"]
     torchs = [variant for variant in peers if variant.name.startswith("torch")]
@@ -35,11 +37,11 @@ def worth_showing(problem: Problem) -> list[Variant]:
 
 
 def timelines(problem: Problem, ranks: Ranks) -> list[dict[str, Any]]:
-    """One for each variant that is worth it; empty on other ranks than 0. Collective."""
+    """Returns a timeline for each variant worth showing; empty on ranks other than 0. Collective."""
     found = []
     for variant in worth_showing(problem):
         spans: list[dict[str, Any]] = []
-        reason = ranks.attempt(lambda v=variant, s=spans: s.extend(_record(v.call, ranks)))  # type: ignore[misc]
+        reason = ranks.try_on_all_ranks(lambda v=variant, s=spans: s.extend(_record(v.call, ranks)))  # type: ignore[misc]
         if reason or not spans:
             problem.missing[f"timeline of {variant.name}"] = reason or "the profiler saw nothing"
             continue
@@ -70,12 +72,12 @@ def _record(call: Callable[[int], object], ranks: Ranks) -> list[dict[str, Any]]
         for event in profiler.events() or []
         if event.device_type == wanted and event.cpu_parent is None and not getattr(event, "is_user_annotation", False)
     ]
-    # On a GPU the first is the ranks' meeting.
+    # On a GPU the first event is the barrier of the ranks.
     return spans_of(sorted(seen)[1 if on_gpu else 0 :])
 
 
 def spans_of(events: Sequence[tuple[float, float, str]]) -> list[dict[str, Any]]:
-    """(start, duration, name) in order, as spans that begin at 0."""
+    """Converts (start, duration, name) in order to spans that start at 0."""
     if not events:
         return []
     first = events[0][0]

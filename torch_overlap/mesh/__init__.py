@@ -1,11 +1,11 @@
-"""Where the parts of tensors lie on a mesh of ranks, what moves them, and what that costs.
+"""Layouts of tensors on a mesh of ranks, the communication between layouts, and its cost.
 
 mesh = Mesh({"dp": 2, "tp": 4})
 rows = to_layout(P("dp", "tp"), mesh, 2)
 columns = Layout.parse(mesh, "[],[dp,tp]")
 print(plan_reshard(rows, columns, (4096, 4096), 2, CostModel.h200()).explain())
 
-Values in, values out: no communicator and no GPU is needed, a mesh may have any size.
+The planner computes on values: it needs no communicator and no GPU, and a mesh may have any size.
 """
 
 from torch_overlap.mesh._core import (
@@ -30,6 +30,7 @@ from torch_overlap.mesh._core import (
     wire_bytes,
 )
 from torch_overlap.mesh.auto import ShardingChoice, auto_shard
+from torch_overlap.mesh.autograd import begin
 from torch_overlap.mesh.calibrate import calibrate
 from torch_overlap.mesh.checkpoint import (
     load_sharded_optimizer_state_dict,
@@ -53,8 +54,9 @@ from torch_overlap.mesh.communication import (
 )
 from torch_overlap.mesh.connect import MeshComms, connect
 from torch_overlap.mesh.cost import load_cost_model, save_cost_model
-from torch_overlap.mesh.dispatch import Recipe, recipe_of
+from torch_overlap.mesh.dispatch import Recipe, call, recipe_of
 from torch_overlap.mesh.dtensor import from_dtensor, mesh_of, to_dtensor
+from torch_overlap.mesh.matmuls import Choice, choices, choosing, linear
 from torch_overlap.mesh.module import (
     clip_grad_norm_,
     full_state_dict,
@@ -63,12 +65,14 @@ from torch_overlap.mesh.module import (
     shard_module,
     sharded_parameters,
 )
-from torch_overlap.mesh.products import Choice, choices, choosing, linear
-from torch_overlap.mesh.sharded import Sharded, from_local
+from torch_overlap.mesh.sharded import Sharded, from_local, register
 from torch_overlap.mesh.spec import DimSpec, P, ShardingSpec, to_layout
 from torch_overlap.mesh.trace import Traced, trace
 from torch_overlap.mesh.value_spec import gradient_layout
 from torch_overlap.mesh.vmap import vmap
+
+register(call=call, begin_backward=begin, shard=shard)
+del call, begin, register
 
 __all__ = [
     "AutoShard",

@@ -1,4 +1,4 @@
-"""auto_shard: layouts for a module or function that nobody has laid out."""
+"""auto_shard: finds layouts for a module or function without any."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["ShardingChoice", "auto_shard"]
 
 
 class ShardingChoice:
-    """What auto_shard found.
+    """The result of auto_shard.
 
     Attributes:
-        layouts: Of each argument, parameter and buffer, by name.
-        out_layouts: Of the results.
+        layouts: Layouts of the arguments, parameters and buffers, by name.
+        out_layouts: Layouts of the results.
         plan: The whole plan, operator by operator.
-        alternatives: (name, plan) of all that were compared, the cheapest first.
+        alternatives: (name, plan) of all compared plans, cheapest first.
         unknown: Operators without a rule, which run on whole tensors.
     """
 
@@ -35,11 +35,11 @@ class ShardingChoice:
 
     @property
     def collectives(self) -> list[tuple[str, Step]]:
-        """(operator, step) of each collective of a forward run, in order."""
+        """Returns (operator, step) of each collective of a forward run, in order."""
         return self._traced.graph.collectives(self.plan)
 
     def explain(self) -> str:
-        """Which layouts, what they cost, and what they were compared with."""
+        """Returns a text with the layouts, their cost, and the alternatives."""
         text = self._found.explain(self._traced.graph)
         if self.unknown:
             text += f"on whole tensors, for want of a rule: {', '.join(self.unknown)}\n"
@@ -56,14 +56,22 @@ def auto_shard(
     out_layouts: Sequence[Any] | None = None,
     training: bool = False,
 ) -> ShardingChoice:
-    """The cheapest layouts of everything that `layouts` and `out_layouts` leave free.
+    """Returns the cheapest layouts of everything that `layouts` and `out_layouts` leave free.
 
-    `target` is traced on `args` (meta tensors do), nothing is computed or sent. `cost` is H200s unless given.
-    `training` counts the backward pass: the reduction of the gradients of parameters that are whole where others
-    are sharded. The result is the same on every rank.
+    Nothing is computed or sent. The result is the same on every rank.
+
+    Args:
+        target: the module or function to trace.
+        mesh: the mesh to shard over.
+        args: the arguments to trace with; meta tensors are accepted.
+        cost: the cost model. Default: H200s.
+        layouts: fixed layouts of inputs, by name.
+        out_layouts: fixed layouts of the results.
+        training: if True, counts the backward pass: the reduction of the gradients of parameters that are whole along
+            axes along which others are sharded.
 
     Raises:
-        ValueError: a layout that is none, or for an input that is not there.
+        ValueError: an invalid layout, or one for an input that does not exist.
     """
     traced = trace(target, args, mesh, layouts, out_layouts)
     return ShardingChoice(traced, traced.graph.auto_shard(cost or CostModel.h200(), training=training))

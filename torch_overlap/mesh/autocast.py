@@ -1,7 +1,7 @@
-"""torch.autocast for Sharded values: what it does to a function's arguments, done before the function is planned.
+"""torch.autocast for Sharded values: casts a function's arguments as autocast would, before the function is planned.
 
-Products are cast down, functions that lose much in 16 bits up to float32, on every device; the lists follow CUDA's
-autocast. Others take what comes.
+Products are cast to the lower precision, functions that lose accuracy in 16 bits to float32, on every device. The lists
+follow CUDA's autocast. Other functions run in the dtypes of their inputs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _FLOAT32 = frozenset({
 
 
 def autocast_of(device_type: str) -> torch.dtype | None:
-    """The dtype of an autocast that is on."""
+    """Returns the dtype of an enabled autocast, or None."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def argument_dtype(func: Callable[..., Any], autocast: torch.dtype) -> torch.dtype | None:
-    """What the function's float arguments are cast to; None: nothing."""
+    """Returns the dtype that the function's float arguments are cast to; None means no cast."""
     name = str(getattr(func, "__name__", "")).strip("_")
     if name in _LOWER:
         return autocast

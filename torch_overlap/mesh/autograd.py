@@ -1,4 +1,4 @@
-"""torch.autograd.backward and torch.autograd.grad of Sharded values."""
+"""torch.autograd.backward and torch.autograd.grad for Sharded values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AUTOGRAD", "begin"]
 
 
 def begin(y: Sharded, gradient: Sharded | None, op: str = "backward") -> tuple[Tensor, Tensor]:
-    """The local tensor that a backward pass begins at, and its gradient."""
+    """Returns the local tensor that a backward pass starts at, and its gradient."""
     if gradient is None:
         if y.shape.numel() != 1:
             raise InvalidValueError(
@@ -27,7 +27,8 @@ def begin(y: Sharded, gradient: Sharded | None, op: str = "backward") -> tuple[T
     elif not isinstance(gradient, Sharded):
         raise InvalidTypeError(f"{op}: expected a Sharded as gradient, got {type(gradient).__name__}; shard it")
     if set(y.layout.partial.values()) - {"sum"}:
-        y = y._reshard(with_invariant_rest(y.layout.with_partial(None)))  # it knows what a term's share is
+        # The reshard's gradient gives each term its share.
+        y = y._reshard(with_invariant_rest(y.layout.with_partial(None)))
     return y.local, gradient._reshard(gradient_of(y.spec).layout).local
 
 
@@ -40,7 +41,7 @@ def _several(op: str, values: Any, what: str) -> list[Sharded]:
 
 
 def _all(op: str, tensors: Any, gradients: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Where a backward pass of several begins."""
+    """Returns the local tensors that a backward pass of several values starts at."""
     outputs = _several(op, tensors, "values")
     given: list[Any] = [None] * len(outputs)
     if gradients is not None:

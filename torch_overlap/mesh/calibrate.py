@@ -1,4 +1,4 @@
-"""calibrate: a cost model of the machine that a mesh runs on."""
+"""calibrate: measures a cost model of the machine that a mesh runs on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_overlap._C import InvalidValueError, MeshComms, ReduceOp, TorchComm
-from torch_overlap.bench.timing import Stopwatch, interleave, slowest_rank, spread_of
+from torch_overlap._timing import Stopwatch, interleave, slowest_rank, spread_of
 from torch_overlap.mesh._core import CostModel, wire_bytes
 from torch_overlap.mesh.cost import save_cost_model
 
@@ -34,21 +34,25 @@ def calibrate(
     sizes: Sequence[int] | None = None,
     rounds: int = 7,
 ) -> CostModel:
-    """Measures what collectives, products and copies take on this mesh. Collective; the same result on every rank.
+    """Measures the times of collectives, products and copies on this mesh. Collective; the same result on every rank.
 
-    cost = calibrate(mesh, "cost.json")
-    mesh.close(); mesh = connect(axes, comm, cost=cost)
+        cost = calibrate(mesh, "cost.json")
+        mesh.close(); mesh = connect(axes, comm, cost=cost)
 
-    Each collective over each axis of one class of links; products of 2-, 4- and 8-byte elements; a copy; a small
-    kernel; on GPUs, how much a product is slowed by a collective beside it. Medians over `rounds`, of the slowest rank.
-    What cannot be measured here (links that the mesh lacks, 8-bit products, chunks) is that of `mesh.cost`.
+    It measures each collective over each axis of one class of links; products of 2-, 4- and 8-byte elements; a copy; a
+    small kernel; and, on GPUs, the slowdown of a product by a concurrent collective. Results are medians over `rounds`,
+    of the slowest rank. Values that cannot be measured here (links that the mesh lacks, 8-bit products, chunks) are
+    those of `mesh.cost`.
 
     Args:
-        path: where rank 0 writes the model, for load_cost_model.
-        sizes: bytes of the larger of a rank's input and output, rising; default: 1 KiB to 256 MiB, on a CPU 4 MiB.
+        mesh: the connected mesh to measure.
+        path: the file to which rank 0 writes the model, for load_cost_model.
+        name: the name of the model.
+        sizes: bytes of the larger of a rank's input and output, increasing; default: 1 KiB to 256 MiB, on a CPU 4 MiB.
+        rounds: samples of each measurement.
 
     Raises:
-        InvalidValueError: sizes that do not rise, or that an element of 4 bytes a rank does not fit into.
+        InvalidValueError: sizes that do not increase, or are smaller than one 4-byte element per rank.
     """
     device = mesh.comm.get_device().type
     chosen = list(sizes or SIZES[device])
@@ -82,7 +86,7 @@ def calibrate(
 
 
 class _Clock:
-    """Times work that all ranks begin together."""
+    """Times work that all ranks start together."""
 
     def __init__(self, mesh: MeshComms, rounds: int) -> None:
         self._comm, self._rounds = mesh.comm, rounds
@@ -90,13 +94,13 @@ class _Clock:
         self._watch = Stopwatch(self.device, lambda: mesh.comm.barrier(async_op=False))
 
     def microseconds(self, work: Callable[[], object], calls: int = 4) -> float:
-        """Of one of `calls` calls in a row: the median over rounds, of the slowest rank."""
+        """Returns microseconds of one of `calls` consecutive calls: the median over rounds, of the slowest rank."""
         samples = interleave({"": self._watch.sampler(work, repeats=calls)}, self._rounds, warmup=1)
         return spread_of(slowest_rank(samples, self._comm)[""]).median
 
 
 def _call(collective: str, comm: TorchComm, size: int) -> Callable[[], Tensor]:
-    """One collective, the larger of whose input and output has `size` bytes."""
+    """Returns one collective, the larger of whose input and output has `size` bytes."""
     count, rank_name = comm.get_size(), comm.get_name()
     elements = size // 4 // count * count
     large = torch.zeros(elements, device=comm.get_device())
@@ -122,14 +126,14 @@ def _curves(clock: _Clock, comm: TorchComm, sizes: Sequence[int]) -> list[dict[s
             points: list[list[float]] = []
             for size in sizes:
                 us = clock.microseconds(_call(collective, comm, size))
-                # A larger one is no quicker: where it seems so, that is noise.
+                # A larger size cannot be faster: an apparent speed-up is noise.
                 points.append([size, max(us, points[-1][1] * 1.001) if points else us])
             out.append({"collective": collective, "ranks": comm.get_size(), "bytes_us": points})
     return out
 
 
 def _link(by_size: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
-    """A class of links from the curves of groups of some sizes."""
+    """Returns a class of links from the curves of groups of some sizes."""
     smallest = {n: min(c["bytes_us"][0][1] for c in curves) for n, curves in by_size.items()}
     first, last = min(by_size), max(by_size)
     slope = (smallest[last] - smallest[first]) / (last - first) if last > first else 0.0
@@ -166,7 +170,7 @@ def _device(clock: _Clock, device: str, base: dict[str, Any]) -> dict[str, Any]:
 
 
 def _contention(clock: _Clock, comm: TorchComm) -> float:
-    """The part by which a product is slower while a collective runs beside it."""
+    """Returns the fraction by which a concurrent collective slows down a product."""
     n = MATRIX["cuda"]
     a = torch.ones(n, n, dtype=torch.bfloat16, device=clock.device)
     moved = torch.zeros(1 << 26, device=clock.device)

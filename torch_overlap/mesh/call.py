@@ -4,12 +4,13 @@
     Call(target, args, kwargs, outputs)         an operator: .name .inputs .outputs .argument() .bind() .run()
     rules.rule_of(call) -> OpRule | None        None: no rule, so whole operands (OpRule.opaque)
     capture.capture(func, args, kwargs=None, device=None, layouts=()) -> Program
-        what a torch function does on Operands: Program.operands .constants .steps .writes .result .results(values);
-        each of steps is Recorded(call, inputs, outputs), where values have numbers: the operands are 0, 1, ...
+        the operators of a torch function on Operands: Program.operands .constants .steps .writes .result
+        .results(values); each of steps is Recorded(call, inputs, outputs), where values have numbers: the operands are
+        0, 1, ...
     local.local_call(call, rule, input_layouts, output_layouts, rank, device=None)
-        -> Callable[[Sequence[Tensor]], Tensor | tuple | list], what a rank runs on its own parts
+        -> Callable[[Sequence[Tensor]], Tensor | tuple | list], the operator on a rank's own parts
 
-A call without a rule takes whole operands: every rank runs local_call(call, None, replicated, replicated, rank). So
+A call without a rule needs whole operands: every rank runs local_call(call, None, replicated, replicated, rank). So
 does one without inputs (arange, zeros), on `device`.
 """
 
@@ -24,8 +25,8 @@ import torch
 __all__ = ["Call", "Operand"]
 
 
-# Overloads whose arguments mean something else than those of the operator they share a name with. They are operators of
-# their own: no rule for the name holds for them.
+# Overloads whose arguments have another meaning than those of the operator with the same name. They count as separate
+# operators: no rule for the name applies to them.
 _OTHER_OPERATORS = frozenset({
     "view.dtype", "view_copy.dtype", "mm.dtype", "bmm.dtype", "addmm.dtype", "baddbmm.dtype",
     "repeat_interleave.Tensor", "where.default",
@@ -36,8 +37,7 @@ _OTHER_OPERATORS = frozenset({
 class Operand:
     """A tensor of this global shape.
 
-    `strides`: those that an operator saw when it was captured; None: those of a contiguous tensor. Two operands that
-    differ in nothing else are equal.
+    `strides`: those at capture; None means those of a contiguous tensor. Operands are compared without their strides.
     """
 
     shape: tuple[int, ...]
@@ -50,12 +50,12 @@ class Call:
 
     Attributes:
         target: The operator, as in torch.ops.aten.sum.dim_IntList.
-        name: Without namespace and overload: "sum". Operators of other namespaces keep it: "mine::sum". An overload of
-            another meaning is named: "view.dtype".
-        args, kwargs: As the schema has them, an Operand in place of each tensor (in lists of tensors too).
+        name: The name without namespace and overload: "sum". Operators of other namespaces keep it: "mine::sum". An
+            overload with another meaning keeps its overload name: "view.dtype".
+        args, kwargs: Arguments as in the schema, with an Operand in place of each tensor (in lists of tensors too).
         inputs: Those Operands, in order.
         outputs: The tensors of the result, in order.
-        is_sequence: Is the result a tuple or list, not one tensor?
+        is_sequence: True if the result is a tuple or list, not one tensor.
     """
 
     __slots__ = ("_places", "args", "inputs", "is_sequence", "kwargs", "name", "outputs", "target")
@@ -78,7 +78,7 @@ class Call:
         self.outputs = list(outputs)
         self.is_sequence = is_sequence
         self.inputs: list[Operand] = []
-        self._places: list[tuple[int | str, int | None]] = []  # of each input: argument, place in its list
+        self._places: list[tuple[int | str, int | None]] = []  # for each input: its argument, and its index in a list
         arguments: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
         for key, value in arguments:
             if isinstance(value, Operand):
@@ -93,17 +93,17 @@ class Call:
         self._places.append((key, place))
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
-        """An argument by its place in the schema, or its name; `default` where it is not given."""
+        """Returns an argument by its index in the schema, or its name; `default` if it is not given."""
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
 
     def with_arguments(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Call:
-        """The same operator with other arguments: the same tensors in the same order."""
+        """Returns the operator with other arguments, which have the same tensors in the same order."""
         return Call(
             self.target, args, self.kwargs if kwargs is None else kwargs, self.outputs, is_sequence=self.is_sequence
         )
 
     def bind(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """args and kwargs with these in place of the inputs."""
+        """Returns args and kwargs with these tensors in place of the inputs."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for tensor, (key, place) in zip(tensors, self._places, strict=True):
             store: Any = args if isinstance(key, int) else kwargs
@@ -116,7 +116,7 @@ class Call:
         return args, kwargs
 
     def run(self) -> Callable[[Sequence[Any]], Any]:
-        """The operator as a function of its inputs alone."""
+        """Returns the operator as a function of its inputs only."""
         target, kwargs = self.target, self.kwargs
         if all(isinstance(key, int) and place is None for key, place in self._places):
             places = [int(key) for key, _ in self._places]

@@ -1,4 +1,4 @@
-"""What a torch function does, as ATen operators on tensors of global shape."""
+"""Captures a torch function as ATen operators on tensors of global shape."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from torch_overlap.mesh.fast_calls import fast_call
 from torch_overlap.mesh.list_index import without_lists
 from torch_overlap.mesh.program import Program, Recorded, Ref
 from torch_overlap.mesh.random_ops import refuse_random
-from torch_overlap.mesh.refused import refuse_strides
 from torch_overlap.mesh.rules import rule_of
+from torch_overlap.mesh.unsupported import refuse_strides
 
 __all__ = ["capture"]
 
-# torch keeps the modes of this kind for all threads.
+# torch keeps modes of this kind in state that all threads share.
 _LOCK = threading.RLock()
-# What torch says where a meta tensor would have to be read.
+# Texts of torch's errors for reads of a meta tensor's data.
 _READS = ("meta tensor", "with Meta tensors", "data-independent", "data-dependent", "register_meta function")
 
 
@@ -40,23 +40,27 @@ def capture(
     device: torch.device | None = None,
     layouts: Sequence[Layout | None] = (),
 ) -> Program:
-    """The ATen operators of `func(*args, **kwargs)`, where tensors are Operands; nothing is computed.
+    """Returns the ATen operators of `func(*args, **kwargs)`, where tensors are Operands. Nothing is computed.
 
-    `func` is a function of torch, torch.nn.functional or torch.Tensor, dunders among them. Operators that have a rule
-    stay whole (linear, layer_norm, reshape); others made of several come as these; some are put in other terms so that
-    each part has a rule (a mean loss: a sum, a count, a division). Plain tensors among the arguments are constants.
+    Operators that have a rule stay whole (linear, layer_norm, reshape). Composite operators are recorded as their
+    parts; some are rewritten so that each part has a rule (a mean loss: a sum, a count, a division).
 
-    `layouts`: of the Operands, in order; without it any layout fits as well. Softmax, norms and losses along a
-    dimension that is sharded come as reductions then, which move less than the dimension itself.
+    Any thread may call it. A lock serializes the captures of several threads.
 
-    Any thread may call it; traces of several threads take turns.
-
-    `device`: where the operands live. Arguments that name it mean the device of each rank; others are refused.
+    Args:
+        func: a function of torch, torch.nn.functional or torch.Tensor, including dunders.
+        args: its arguments. Plain tensors among them are constants.
+        kwargs: its keyword arguments.
+        device: the device of the operands. An argument that names it means the device of each rank; other devices are
+            refused.
+        layouts: the layouts of the Operands, in order; without them the result is valid for any layout. Softmax, norms
+            and losses along a sharded dimension are then captured as reductions, which send less than a gather of the
+            dimension.
 
     Raises:
         UnsupportedError: random numbers, writes to a part of a tensor, `out=`, another device, as_strided, a result
             that depends on elements (item, nonzero, a mask as index).
-        Exception: those of torch, for operands that do not fit.
+        Exception: those of torch, for invalid operands.
     """
     kwargs = kwargs or {}
     if not kwargs:
@@ -93,7 +97,7 @@ def capture(
 
 
 def _with_devices(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments, where devices are no strings."""
+    """Returns the arguments with device strings converted to torch.device."""
     named = dict(kwargs)
     if isinstance(named.get("device"), str):
         named["device"] = torch.device(named["device"])
@@ -103,19 +107,19 @@ def _with_devices(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 class _Recorder(SchemaCheckMode):
-    """Sees operators before composite ones are taken apart: torch lets only modes of its own kinds do so."""
+    """Sees operators before composite ones are decomposed: torch allows this only for its own kinds of modes."""
 
     def __init__(self, layouts: Sequence[Layout | None]) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self.program = Program([])
         self._arguments: list[tuple[Tensor, Tensor | None]] = []
         self._next = 0
-        self._alive: list[Tensor] = []  # so that no id comes twice
+        self._alive: list[Tensor] = []  # keeps tensors alive, so that no id is reused
         self._numbers: dict[int, int] = {}
-        self._real: dict[int, Tensor] = {}  # what stands for a tensor with data
+        self._real: dict[int, Tensor] = {}  # id of a tensor with data -> its meta tensor
         self._layouts = layouts
-        self._owner: dict[int, int] = {}  # the operand whose tensor this is
-        self._depth = 0  # number of operators that are being taken apart
+        self._owner: dict[int, int] = {}  # id of a tensor -> its operand
+        self._depth = 0  # number of operators that are being decomposed
 
     def argument(self, leaf: Any, device: torch.device | None) -> Any:
         if isinstance(leaf, Operand):
@@ -135,7 +139,7 @@ class _Recorder(SchemaCheckMode):
         return leaf
 
     def close_operands(self) -> None:
-        """Numbers the arguments: operands first."""
+        """Numbers the arguments, operands first."""
         for made, _ in (a for a in self._arguments if a[1] is None):
             self._owner[id(made)] = self._number(made)
         for made, constant in self._arguments:
@@ -152,7 +156,8 @@ class _Recorder(SchemaCheckMode):
         return Ref(self._numbers[id(tensor)])
 
     def _same_as(self, tensor: Tensor) -> int:
-        """Factories such as torch.arange return another object than their operator did."""
+        """Returns the number of the recorded tensor with the same storage: factories such as torch.arange return
+        another object than their operator did."""
         storage = tensor.untyped_storage()._cdata
         for known in reversed(self._alive):
             if known.untyped_storage()._cdata == storage and known.shape == tensor.shape:
@@ -186,18 +191,18 @@ class _Recorder(SchemaCheckMode):
         call = Call(func, *operands, [_operand(t) for t in outputs], is_sequence=not isinstance(result, Tensor))
         expansion = self._sharded(call, args) or EXPANSIONS.get(call.name)
         if expansion is not None:
-            expanded = self._instead(lambda: expansion(*args, **kwargs))
+            expanded = self._substitute(lambda: expansion(*args, **kwargs))
             if expanded is not NotImplemented:
                 return expanded
         elif call.inputs and _is_composite(func) and rule_of(call) is None:
-            expanded = self._instead(lambda: func.decompose(*args, **kwargs))
+            expanded = self._substitute(lambda: func.decompose(*args, **kwargs))
             if expanded is not NotImplemented:
                 return expanded
         self._record(call, args, kwargs, outputs)
         return result
 
     def _sharded(self, call: Call, args: Any) -> Callable[..., Any] | None:
-        """What to do instead along a dimension that is sharded."""
+        """Returns the replacement of an operator along a sharded dimension, or None."""
         entry = SHARDED.get(call.name)
         number = self._owner.get(id(args[0]), len(self._layouts)) if entry and args else len(self._layouts)
         layout = self._layouts[number] if number < len(self._layouts) else None
@@ -214,8 +219,9 @@ class _Recorder(SchemaCheckMode):
         numbers = tuple(self.ref(t).number for t in inputs)
         self.program.steps.append(Recorded(call, numbers, tuple(self._number(t) for t in outputs)))
 
-    def _instead(self, function: Callable[[], Any]) -> Any:
-        """Records what `function` does; nothing if it writes to parts of tensors or is not to be had."""
+    def _substitute(self, function: Callable[[], Any]) -> Any:
+        """Records the operators of `function`. Records nothing if it writes to parts of tensors or cannot be
+        captured."""
         count = len(self.program.steps)
         self._depth += 1
         try:
@@ -242,7 +248,7 @@ class _Recorder(SchemaCheckMode):
         value = self.run(lambda: functional(*args, **kwargs))
         if value.dtype != target.dtype:
             value = self.run(lambda: value.to(target.dtype))
-        _on_meta(func, args, kwargs)  # it may refuse what the other operator takes
+        _on_meta(func, args, kwargs)  # raises if the in-place operator refuses what the functional one accepts
         self._numbers[id(target)] = self._numbers[id(value)]
         if id(target) in self._owner:
             self.program.writes[self._owner[id(target)]] = self._numbers[id(target)]
@@ -253,7 +259,7 @@ class _Recorder(SchemaCheckMode):
         return any(t is not tensor and t.untyped_storage()._cdata == storage for t in self._alive)
 
     def _constants(self, args: Any) -> Any:
-        """The arguments, with meta tensors for those that have data."""
+        """Returns the arguments with meta tensors in place of tensors with data."""
         if isinstance(args, dict):
             return {key: self._constants(value) for key, value in args.items()}
         if isinstance(args, list | tuple):

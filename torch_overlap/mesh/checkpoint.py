@@ -1,4 +1,4 @@
-"""What shard_module made and its optimizer keeps, for torch.distributed.checkpoint."""
+"""Checkpoints of modules from shard_module, and of their optimizers, for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def _kept(module: nn.Module) -> dict[str, Sharded]:
-    """What `module.state_dict()` has, under all its names, as it lies."""
+    """Returns the Sharded values of `module.state_dict()`, under all their names."""
     by_id = {
         id(value.local): value for what in ("_parameters", "_buffers") for value in named_values(module, what).values()
     }
@@ -37,16 +37,17 @@ def _kept(module: nn.Module) -> dict[str, Sharded]:
 
 @torch.no_grad()
 def sharded_state_dict(module: nn.Module, device_mesh: DeviceMesh) -> dict[str, Any]:
-    """`module.state_dict()` as DTensors: what torch.distributed.checkpoint saves, and loads on any mesh.
+    """Returns `module.state_dict()` as DTensors, which torch.distributed.checkpoint saves, and loads on any mesh.
 
     They share memory with the parameters and buffers. Nothing is sent.
 
     Args:
-        device_mesh: of the shape and ranks of the module's mesh.
+        module: a module that shard_module sharded.
+        device_mesh: a mesh of the shape and ranks of the module's mesh.
 
     Raises:
         InvalidValueError: another mesh.
-        UnsupportedError: a layout that DTensor has no words for, as `to_dtensor` says.
+        UnsupportedError: a layout that DTensor cannot express, as in `to_dtensor`.
     """
     kept = _kept(module)
     return {name: _as_dtensor(name, value, kept[name], device_mesh) if name in kept else value
@@ -55,12 +56,17 @@ def sharded_state_dict(module: nn.Module, device_mesh: DeviceMesh) -> dict[str, 
 
 @torch.no_grad()
 def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Loads what `sharded_state_dict` gave, and torch.distributed.checkpoint has put values into. Nothing is sent.
+    """Loads the result of `sharded_state_dict` after torch.distributed.checkpoint has filled it. Nothing is sent.
 
-    Returns: what `module.load_state_dict` does.
+    Args:
+        module: a module that shard_module sharded.
+        state: the values by name.
+        strict: as for `module.load_state_dict`.
+
+    Returns: the result of `module.load_state_dict`.
 
     Raises:
-        InvalidTypeError, InvalidValueError: no DTensor, or one that lies otherwise; nothing is changed then.
+        InvalidTypeError, InvalidValueError: a value is not a DTensor, or has another layout. Nothing is changed then.
         RuntimeError: as from `module.load_state_dict`.
     """
     parts = dict(state)
@@ -71,10 +77,15 @@ def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, stri
 
 
 def sharded_optimizer_state_dict(module: nn.Module, optimizer: Optimizer, device_mesh: DeviceMesh) -> dict[str, Any]:
-    """The state of an optimizer of `module`, as `sharded_state_dict` has the module's.
+    """Returns the state of an optimizer of `module` as DTensors, like `sharded_state_dict`.
 
-    With the names of `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, and like it complete also
-    before the first step. Nothing is sent.
+    The names are those of `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict. The state is complete
+    even before the first step. Nothing is sent.
+
+    Args:
+        module: a module that shard_module sharded.
+        optimizer: an optimizer of its parameters.
+        device_mesh: as for `sharded_state_dict`.
 
     Raises:
         InvalidValueError, UnsupportedError: as `sharded_state_dict`.
@@ -86,9 +97,14 @@ def sharded_optimizer_state_dict(module: nn.Module, optimizer: Optimizer, device
 
 @torch.no_grad()
 def load_sharded_optimizer_state_dict(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads what `sharded_optimizer_state_dict` gave, and torch.distributed.checkpoint has put values into.
+    """Loads the result of `sharded_optimizer_state_dict` after torch.distributed.checkpoint has filled it.
 
     Nothing is sent.
+
+    Args:
+        module: a module that shard_module sharded.
+        optimizer: an optimizer of its parameters.
+        state: the values by name.
 
     Raises:
         InvalidTypeError, InvalidValueError: as `load_sharded_state_dict`.
@@ -102,7 +118,7 @@ def _by_id(module: nn.Module) -> dict[int, Sharded]:
 
 
 def _as_dtensor(name: str, local: Tensor, value: Sharded, device_mesh: DeviceMesh) -> DTensor:
-    """`local`, which lies as `value`, and may have another dtype."""
+    """Returns `local`, which has the layout of `value` and may have another dtype, as a DTensor."""
     return to_dtensor(Sharded(local, spec_of(value.mesh, value.layout, value.shape, local.dtype)), device_mesh)
 
 

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=sorted(PRESETS), default="llama3-8b", help="shapes (default: %(default)s)")
     for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "sequence"):
         add(f"--{name.replace('_', '-')}", type=int, help="instead of the model's own")
-    add("--ranks", type=int, help="compare every dp, tp and pp of so many ranks")
+    add("--ranks", type=int, help="compare every dp, tp and pp of this number of ranks")
     add("--mesh", help="only this one: dp=8,tp=4 (axes dp, tp, pp)")
     add("--ranks-per-host", type=int, default=8, help="joined by NVLink; hosts by a network (default: %(default)s)")
     add("--batch", type=int, help="sequences of a step over all ranks (default: one a rank)")
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def row(p: Prediction) -> dict[str, Any]:
-    """What one prediction says, as plain values."""
+    """Returns one prediction as plain values."""
     return {
         "mesh": p.mesh.axes, "batch": p.batch, "micro_batches": p.micro_batches, "seconds": p.seconds,
         **{part: getattr(p, part) for part in _PARTS}, "tokens_per_second": p.tokens_per_second,
@@ -86,7 +86,7 @@ def row(p: Prediction) -> dict[str, Any]:
 
 
 def report(model: Transformer, found: Sequence[Prediction], cost: CostModel) -> str:
-    """The table, and what one layer of the first mesh sends."""
+    """Returns the table, and the traffic of one layer of the first mesh."""
     first = found[0]
     lines = [
         f"{model.name}: {model.parameters / 1e9:.2f} G parameters, {model.layers} layers of {model.hidden}, "
@@ -112,7 +112,7 @@ def report(model: Transformer, found: Sequence[Prediction], cost: CostModel) -> 
 
 
 def _scaling(model: Transformer, first: Prediction, args: argparse.Namespace, cost: CostModel) -> list[Prediction]:
-    """The best mesh of each power of two up to the asked size, with as many sequences a rank."""
+    """Returns the best mesh of each power of two up to the requested size, with constant sequences per rank."""
     size, per_rank = first.mesh.size, first.batch / first.mesh.size
     out, ranks = [], 1
     while ranks <= size:
@@ -132,7 +132,7 @@ def _scaling_table(scaling: Sequence[Prediction]) -> str:
 
 
 def draw(model: Transformer, found: Sequence[Prediction], scaling: Sequence[Prediction], path: Path) -> str:
-    """Stacked bars of the step time; beside them, where asked, the speed over the number of ranks."""
+    """Plots stacked bars of the step time and, if requested, the speed over the number of ranks."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no plot: matplotlib is not installed (pip install matplotlib)"
     import matplotlib

@@ -1,4 +1,4 @@
-"""Cost models as files: what `calibrate` measured on a machine, or what somebody wrote by hand.
+"""Cost models as files: measured by `calibrate`, or written by hand.
 
     {"name": "h200",
      "links": {"nvlink": {"start_us": 9, "latency_us": 0.7, "bandwidth_gbps": 320,
@@ -7,7 +7,7 @@
                 "tiles": true},
      "overlap": {"contention": 0.03, "start_us": 12, "step_us": 5}}
 
-`tflops` is by bytes of an element, `bytes_us` rises in both. Keys that are missing or unknown are refused.
+The keys of `tflops` are bytes of an element; `bytes_us` increases in both. Missing or unknown keys are an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_overlap.mesh._core import CostModel
 
 __all__ = ["load_cost_model", "save_cost_model"]
 
-# A model with one of everything: the shape that a file must have.
+# A model with one of everything: the structure that a file must have.
 _FORM = {
     "name": str,
     "links": {
@@ -47,7 +47,7 @@ def load_cost_model(path: str | Path) -> CostModel:
     """Reads a file of the form above.
 
     Raises:
-        ValueError: it is not of that form; the message names the place.
+        ValueError: the file does not have that form; the message names the position.
     """
     text = Path(path).read_text()
     try:

@@ -1,8 +1,8 @@
-"""How a torch function runs on Sharded values.
+"""Runs torch functions on Sharded values.
 
-The first call with operands that lie so captures the function as ATen operators on tensors of global shape, plans each
-one (`propagate`), and keeps a recipe: what is moved where, what runs on local tensors, how the results lie. Every
-other call looks the recipe up and runs it. Recipes depend on nothing but layouts, shapes and dtypes: they are the same
+The first call for given layouts captures the function as ATen operators on tensors of global shape, plans each one
+(`propagate`), and keeps a recipe: the moves of the operands, the operators on local tensors, and the layouts of the
+results. Later calls look the recipe up and run it. Recipes depend only on layouts, shapes and dtypes: they are the same
 on all ranks.
 """
 
@@ -26,40 +26,46 @@ from torch_overlap.mesh.autograd import AUTOGRAD
 from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.local import local_call
-from torch_overlap.mesh.products import (
-    GatherProduct,
-    PendingProduct,
-    Uneven,
-    gather_product,
-    is_product,
+from torch_overlap.mesh.matmuls import (
+    DeferredMatmul,
+    GatherMatmul,
+    UnevenShards,
+    is_matmul,
     local_sizes,
-    uneven_parts,
+    make_gather_matmul,
+    uneven_shards,
 )
 from torch_overlap.mesh.program import Program, Ref
 from torch_overlap.mesh.rules import rule_of
-from torch_overlap.mesh.sharded import Sharded, maker_of
-from torch_overlap.mesh.tracing import Named, asked, is_dynamo_compiling, name_it, run_local
-from torch_overlap.mesh.value_spec import Spec, spec_of, whole_of
+from torch_overlap.mesh.sharded import Provenance, Sharded, provenance_of
+from torch_overlap.mesh.tracing import (
+    TraceConstant,
+    as_trace_constant,
+    is_dynamo_compiling,
+    register_traced,
+    run_in_graph,
+)
+from torch_overlap.mesh.value_spec import Spec, replicated_spec, spec_of
 
-__all__ = ["Executed", "Recipe", "call", "recipe_of"]
+__all__ = ["Recipe", "RecipeStep", "call", "recipe_of"]
 
-MOST_RECIPES = 8192
+MAX_RECIPES = 8192
 
 
 @dataclass
-class Executed:
+class RecipeStep:
     """One operator of a recipe.
 
     Attributes:
         call: The operator, on global shapes.
-        found: What `propagate` compared; None without operands.
-        strategy: The one of these that is used: the cheapest that sends no anchored operand.
-        plans: What moves each operand.
-        inputs: (value, where it is needed).
-        local: What a rank runs.
-        outputs: How the results lie.
-        gathers: The form that gathers its first operand while it multiplies.
-        is_pending_product: Its result is pending, and is not computed before it is known how that ends.
+        found: The strategies that `propagate` compared; None without operands.
+        strategy: The selected strategy: the cheapest that moves no anchored operand.
+        plans: The plan that moves each operand.
+        inputs: (value, the Spec that it must have).
+        local: The operator on a rank's local tensors.
+        outputs: The Specs of the results.
+        gathers: The variant that gathers its first operand while it multiplies.
+        is_deferred_matmul: True if its result is partial, so that it is computed only when the reduction is known.
     """
 
     call: Call
@@ -69,14 +75,14 @@ class Executed:
     inputs: list[tuple[int, Spec]]
     local: Callable[[Sequence[Tensor]], Any]
     outputs: list[Spec]
-    numbers: tuple[int, ...] = ()  # of the results among the values
-    gathers: GatherProduct | None = None
-    is_pending_product: bool = False
-    sizes: tuple[int, int, int] = (0, 0, 0)  # of a product: rows, columns and inner size of the local one
-    uneven: Uneven = ()  # of a product's weight
+    numbers: tuple[int, ...] = ()  # numbers of the results among the values
+    gathers: GatherMatmul | None = None
+    is_deferred_matmul: bool = False
+    sizes: tuple[int, int, int] = (0, 0, 0)  # rows, columns and inner size of the local product
+    uneven: UnevenShards = ()  # for the weight of a product
 
     def __post_init__(self) -> None:
-        self.traced_name = name_it(self)
+        self.traced_name = register_traced(self)
 
     def explain(self) -> str:
         if self.found is None or self.strategy is None:
@@ -88,96 +94,96 @@ class Executed:
 
     def run(self, values: Any) -> list[Sharded]:
         spec = self.outputs[0]
-        maker = maker_of(spec)
+        provenance = provenance_of(spec)
         if self.gathers is not None:
             first, *others = [values[i] for i, _ in self.inputs]
-            group = GatherProduct.decide(self.gathers, first, others)
+            group = GatherMatmul.select_group(self.gathers, first, others)
             if group is not None:
                 rest = [values[i]._operand(to) for i, to in self.inputs[1:]]
-                return [Sharded(GatherProduct.run(self.gathers, first, rest, group), spec, None, maker)]
+                return [Sharded(GatherMatmul.run(self.gathers, first, rest, group), spec, None, provenance)]
         operands = [values[i]._operand(to) for i, to in self.inputs]
-        if self.is_pending_product:
+        if self.is_deferred_matmul:
             bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None
-            return [Sharded(None, spec, PendingProduct(self, operands, bias), maker)]
-        out = run_local(self.traced_name, operands) if is_dynamo_compiling() else self.local(operands)
+            return [Sharded(None, spec, DeferredMatmul(self, operands, bias), provenance)]
+        out = run_in_graph(self.traced_name, operands) if is_dynamo_compiling() else self.local(operands)
         if not self.call.is_sequence:
-            return [Sharded(out, spec, None, maker)]
-        return [Sharded(one, of, None, maker) for one, of in zip(out, self.outputs, strict=True)]
+            return [Sharded(out, spec, None, provenance)]
+        return [Sharded(one, of, None, provenance) for one, of in zip(out, self.outputs, strict=True)]
 
 
-class _Constant(Named):
-    """A tensor that a function has of its own: the same on every rank."""
+class _Constant(TraceConstant):
+    """A constant tensor of a function, the same on every rank."""
 
     def __init__(self, value: Tensor, mesh: MeshComms, device: torch.device) -> None:
         super().__init__()
-        self.spec = whole_of(mesh, value.shape, value.dtype)
+        self.spec = replicated_spec(mesh, value.shape, value.dtype)
         self.value = Sharded(value.to(device), self.spec)
 
-    def here(self) -> Sharded:
+    def replicated_value(self) -> Sharded:
         if not is_dynamo_compiling():
             return self.value
-        return Sharded(run_local(self.traced_name, []), self.spec, None, 1)
+        return Sharded(run_in_graph(self.traced_name, []), self.spec, None, Provenance.FUNCTION)
 
     def local(self, _: Sequence[Tensor]) -> Tensor:
-        """Made anew: a graph that is compiled takes no tensor from elsewhere."""
+        """Makes the tensor again on each call: a compiled graph accepts no tensor from outside."""
         value = self.value.local
         return torch.tensor(value.tolist(), dtype=value.dtype, device=value.device).reshape(value.shape)
 
 
 class Recipe:
-    """How a function runs on operands that lie so.
+    """Runs a function on operands with given Specs.
 
     Attributes:
         steps: Its operators.
     """
 
-    def __init__(self, program: Program, steps: list[Executed], constants: dict[int, _Constant]) -> None:
+    def __init__(self, program: Program, steps: list[RecipeStep], constants: dict[int, _Constant]) -> None:
         self.steps = steps
         self._program, self._constants = program, tuple(constants.items())
-        # Operands that several operators take.
+        # Operands of several operators.
         uses = Counter(number for step in steps for number, _ in step.inputs)
-        self._shared = tuple(number for number, count in uses.items() if count > 1)
-        # One operator that gives the result, as most functions are.
-        self._only = steps[0] if len(steps) == 1 and not constants and not steps[0].call.is_sequence else None
-        if self._only is not None and program.result != Ref(self._only.numbers[0]):
-            self._only = None
+        self._multi_use_operands = tuple(number for number, count in uses.items() if count > 1)
+        # Fast path of most functions: a single operator gives the result.
+        self._single_step = steps[0] if len(steps) == 1 and not constants and not steps[0].call.is_sequence else None
+        if self._single_step is not None and program.result != Ref(self._single_step.numbers[0]):
+            self._single_step = None
 
     def run(self, operands: list[Sharded]) -> Any:
-        """What the function gives, of operands whose Specs are those that the recipe was made for.
+        """Runs the function on operands whose Specs are those of the recipe.
 
-        Operands are moved first, then the local tensors are computed with, on the current stream; collective over the
-        mesh where a step communicates. Returns what the torch function returns, a Sharded for each tensor.
+        Operands are moved first, then the local tensors are computed, on the current stream; collective over the mesh
+        if a step communicates. Returns the result of the torch function, with a Sharded for each tensor.
         """
-        if self._only is not None:
-            return Executed.run(self._only, operands)[0]
+        if self._single_step is not None:
+            return RecipeStep.run(self._single_step, operands)[0]
         values = dict(enumerate(operands))
-        for number in self._shared:
-            if number < len(operands):  # moved once for all of them, also what its maker may change after the call
+        for number in self._multi_use_operands:
+            if number < len(operands):  # moved once for all of them, even if the caller may change it after the call
                 values[number] = _as_result(operands[number])
         for number, constant in self._constants:
-            values[number] = _Constant.here(constant)
+            values[number] = _Constant.replicated_value(constant)
         for step in self.steps:
-            values.update(zip(step.numbers, Executed.run(step, values), strict=True))
+            values.update(zip(step.numbers, RecipeStep.run(step, values), strict=True))
         return Program.results(self._program, values.__getitem__)
 
     @property
     def plans(self) -> list[Plan]:
-        """What is moved, in order."""
+        """Returns the plans that move something, in order."""
         return [plan for step in self.steps for plan in step.plans if plan.steps]
 
     def explain(self) -> str:
-        """The operators, where each one runs and what it needs moved, with the alternatives."""
+        """Returns a text with the operators, the strategy and moves of each one, and the alternatives."""
         return "".join(step.explain() for step in self.steps)
 
 
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`func(*args, **kwargs)` where some arguments are Sharded."""
+    """Runs `func(*args, **kwargs)` if some arguments are Sharded."""
     if torch._C._is_any_autocast_enabled():
         return _under_autocast(func, args, kwargs)
     if is_dynamo_compiling():
         operands: list[Sharded] = []
         known = [_as_specs(a, operands) for a in args], {name: _as_specs(v, operands) for name, v in kwargs.items()}
-        traced: Recipe = asked(_traced_recipe, func, *known)
+        traced: Recipe = as_trace_constant(_traced_recipe, func, *known)
         return Recipe.run(traced, operands)
     if func in AUTOGRAD:
         return AUTOGRAD[func](*args, **kwargs)
@@ -186,7 +192,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def look_up(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recipe, list[Sharded]]:
-    """How `func(*args, **kwargs)` runs, made the first time it is asked for; and the Sharded among its arguments."""
+    """Returns the recipe of `func(*args, **kwargs)`, made on the first request, and the Sharded among its arguments."""
     operands: list[Sharded] = []
     key = (func, torch.get_default_dtype(), *[_key(a, operands) for a in args])
     if kwargs:
@@ -206,7 +212,7 @@ def look_up(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         ) from None
     if recipe is None:
         recipe = _make(func, args, kwargs, operands)
-        if len(recipes) >= MOST_RECIPES:
+        if len(recipes) >= MAX_RECIPES:
             recipes.clear()
         recipes[key] = recipe
     return recipe, operands
@@ -221,7 +227,7 @@ def _has_hash(value: Any) -> bool:
 
 
 def _traced_recipe(func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe:
-    """The recipe, where the arguments have Specs in place of Sharded values."""
+    """Returns the recipe, for arguments with Specs in place of Sharded values."""
     return look_up(func, _without_locals(args), _without_locals(kwargs))[0]
 
 
@@ -236,7 +242,7 @@ def _without_locals(value: Any) -> Any:
 
 
 def _as_specs(value: Any, operands: list[Sharded]) -> Any:
-    """An argument with Specs in place of Sharded values, which it collects, as Dynamo follows it."""
+    """Returns an argument with Specs in place of Sharded values, which it collects, in code that Dynamo can trace."""
     if isinstance(value, Sharded):
         operands.append(value)
         return value.spec
@@ -245,12 +251,12 @@ def _as_specs(value: Any, operands: list[Sharded]) -> Any:
     if isinstance(value, tuple):
         return tuple([_as_specs(item, operands) for item in value])
     if isinstance(value, Tensor):
-        _key(value, operands)  # refuses it
+        _key(value, operands)  # raises for it
     return value
 
 
 def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Casts the arguments as autocast would, and goes on without it."""
+    """Casts the arguments as autocast would, and continues without autocast."""
     operands: list[Sharded] = []
     for value in (*args, *kwargs.values()):
         _key(value, operands)
@@ -271,16 +277,17 @@ def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 def _cast(value: Sharded, to: torch.dtype) -> Sharded:
-    """A result keeps what it was cast to, as what it was moved to: so that is moved once for all that take it."""
-    made: Sharded | None = value._copy(str(to))
+    """Casts a value. A result caches its cast copies like its moved ones, so that the copy is moved once for all its
+    uses."""
+    made: Sharded | None = value._cached_copy(str(to))
     if made is None:
         made = call(Tensor.to, (value, to), {})
-        value._remember(str(to), made)
+        value._cache_copy(str(to), made)
     return made
 
 
 def recipe_of(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Recipe:
-    """How `func(*args, **kwargs)` would run; nothing is computed or sent."""
+    """Returns the recipe of `func(*args, **kwargs)`. Nothing is computed or sent."""
     operands: list[Sharded] = []
     for value in (*args, *kwargs.values()):
         _key(value, operands)
@@ -290,13 +297,13 @@ def recipe_of(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Recipe:
 
 
 def _key(value: Any, operands: list[Sharded]) -> Any:
-    """What of an argument a recipe depends on. Collects the Sharded ones."""
+    """Returns the part of an argument that a recipe depends on. Collects the Sharded ones."""
     kind = type(value)
     if kind is Sharded:
         operands.append(value)
         return value.spec
     if kind is float:
-        return kind, value, math.copysign(1.0, value)  # 0.0 == -0.0
+        return kind, value, math.copysign(1.0, value)  # 0.0 == -0.0, so the sign is part of the key
     if isinstance(value, list | tuple):
         return kind, tuple(_key(item, operands) for item in value)
     if isinstance(value, Tensor):
@@ -310,7 +317,7 @@ def _key(value: Any, operands: list[Sharded]) -> Any:
         )
     if kind is slice:
         return slice, value.start, value.stop, value.step
-    return kind, value  # 1 == 1.0 == True
+    return kind, value  # 1 == 1.0 == True, so the type is part of the key
 
 
 def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], operands: list[Sharded]) -> Recipe:
@@ -322,7 +329,7 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             )
     device = operands[0].device
     layouts = [x.layout for x in operands]
-    is_in_place = _name(func).endswith("_")  # some of these do nothing to a tensor without data
+    is_in_place = _name(func).endswith("_")  # some of these are no-ops on a meta tensor
     if not is_in_place:
         program = capture(func, _as_operands(args), {k: _as_operands(v) for k, v in kwargs.items()}, device, layouts)
     if is_in_place or program.writes:
@@ -332,22 +339,23 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         )
     constants = {number: _Constant(value, mesh, device) for number, value in program.constants.items()}
     specs = {i: x.spec for i, x in enumerate(operands)} | {i: x.spec for i, x in constants.items()}
-    reduced: dict[int, Spec] = {}  # what an operator had reduced is there for the next ones
+    reduced: dict[int, Spec] = {}  # operands that an earlier operator had reduced, for reuse by later ones
     steps = []
     for recorded in program.steps:
-        lies = specs if is_product(recorded.call) else specs | reduced  # products gather values as they are
-        step = _plan(recorded.call, recorded.inputs, [lies[i] for i in recorded.inputs], mesh, device)
+        # Products gather values in their own layout.
+        operand_specs = specs if is_matmul(recorded.call) else specs | reduced
+        step = _plan(recorded.call, recorded.inputs, [operand_specs[i] for i in recorded.inputs], mesh, device)
         step.numbers = recorded.outputs
         specs.update(zip(recorded.outputs, step.outputs, strict=True))
         for number, to in step.inputs:
-            if to.is_whole and not specs[number].is_whole:
+            if to.is_reduced and not specs[number].is_reduced:
                 reduced.setdefault(number, to)
         steps.append(step)
     return Recipe(program, steps, constants)
 
 
 def _as_result(x: Sharded) -> Sharded:
-    return Sharded(x.local, x.spec, None, maker_of(x.spec)) if x._maker == 0 else x
+    return Sharded(x.local, x.spec, None, provenance_of(x.spec)) if x._provenance == Provenance.CALLER else x
 
 
 def _as_operands(value: Any) -> Any:
@@ -366,37 +374,39 @@ def _name(func: Callable[..., Any]) -> str:
 
 def _plan(
     call_: Call, numbers: Sequence[int], inputs: Sequence[Spec], mesh: MeshComms, device: torch.device
-) -> Executed:
-    """How one operator runs on inputs that lie so."""
+) -> RecipeStep:
+    """Returns the execution of one operator on inputs with these Specs."""
     if not inputs:
-        outputs = [whole_of(mesh, o.shape, o.dtype) for o in call_.outputs]
+        outputs = [replicated_spec(mesh, o.shape, o.dtype) for o in call_.outputs]
         local = local_call(call_, None, [], [spec.layout for spec in outputs], mesh.rank, device)
-        return Executed(call_, None, None, [], [], local, outputs)
+        return RecipeStep(call_, None, None, [], [], local, outputs)
     known = rule_of(call_)
     rule = known or OpRule.opaque(call_.name, [x.shape for x in call_.inputs], [y.shape for y in call_.outputs])
     sizes = [x.dtype.itemsize for x in (*call_.inputs, *call_.outputs)]
     found = propagate(rule, [spec.layout for spec in inputs], mesh.cost, sizes)
     strategy, plans = found.chosen, found.plans
     for other in found.strategies if any(spec.anchored for spec in inputs) else ():
-        ways = [
+        input_plans = [
             mesh.plan(spec.layout, to, spec.shape, spec.dtype.itemsize)
             for spec, to in zip(inputs, other.inputs, strict=True)
         ]
-        if not any(spec.anchored and way.num_sends for spec, way in zip(inputs, ways, strict=True)):
-            strategy, plans = other, ways
+        if not any(
+            spec.anchored and input_plan.num_sends for spec, input_plan in zip(inputs, input_plans, strict=True)
+        ):
+            strategy, plans = other, input_plans
             break
     needed = [spec_of(mesh, to, spec.shape, spec.dtype) for to, spec in zip(strategy.inputs, inputs, strict=True)]
     local = local_call(call_, known, strategy.inputs, strategy.outputs, mesh.rank, device)
-    # What is made of an anchored value alone, and is as large, stays as well.
+    # A result of an anchored value only, with as many elements, is anchored too.
     stays = len(inputs) == 1 and inputs[0].anchored and not plans[0].num_sends
     outputs = [
         spec_of(mesh, layout, o.shape, o.dtype, stays and math.prod(o.shape) == inputs[0].shape.numel())
         for layout, o in zip(strategy.outputs, call_.outputs, strict=True)
     ]
-    made = Executed(call_, found, strategy, plans, list(zip(numbers, needed, strict=True)), local, outputs)
-    if is_product(call_):
+    made = RecipeStep(call_, found, strategy, plans, list(zip(numbers, needed, strict=True)), local, outputs)
+    if is_matmul(call_):
         made.sizes = local_sizes(needed[0], needed[1], call_)
-        made.uneven = uneven_parts(needed[1])
-        made.gathers = gather_product(call_, plans[0], inputs[0], needed[0], made.sizes, made.uneven)
-        made.is_pending_product = bool(set(outputs[0].layout.partial) - set(inputs[0].layout.partial))
+        made.uneven = uneven_shards(needed[1])
+        made.gathers = make_gather_matmul(call_, plans[0], inputs[0], needed[0], made.sizes, made.uneven)
+        made.is_deferred_matmul = bool(set(outputs[0].layout.partial) - set(inputs[0].layout.partial))
     return made

@@ -1,4 +1,4 @@
-"""To DTensor and back: the same local tensors, other words for where they lie. Nothing is sent."""
+"""Converts to DTensor and back: the same local tensors, with another notation of the layout. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TO_KIND = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "product": "
 
 
 def placements_of(layout: Layout) -> tuple[Placement, ...]:
-    """DTensor's words for a layout, one for each axis of the mesh in order. Invariant and replicated are one word.
+    """Returns DTensor's placements for a layout, one for each axis of the mesh in order. Both R and I become Replicate.
 
     Raises:
-        UnsupportedError: a part of an axis, or axes of one dimension in another order than the mesh has them.
+        UnsupportedError: a part of an axis, or axes of one dimension in another order than in the mesh.
     """
     names = list(layout.mesh.axes)
     out: list[Placement] = [Replicate() for _ in names]
@@ -46,11 +46,11 @@ def placements_of(layout: Layout) -> tuple[Placement, ...]:
 
 
 def layout_from_placements(mesh: Mesh, placements: Any, num_dims: int) -> Layout:
-    """The layout of DTensor's placements, one for each axis of `mesh` in order. Replicate is replicated, not invariant.
+    """Returns the layout of DTensor's placements, one for each axis of `mesh` in order. Replicate becomes R, not I.
 
     Raises:
-        UnsupportedError: a placement that is none of Shard, Replicate and Partial.
-        InvalidValueError: another number of placements than the mesh has axes.
+        UnsupportedError: a placement other than Shard, Replicate and Partial.
+        InvalidValueError: the number of placements differs from that of the axes.
     """
     names = list(mesh.axes)
     if len(placements) != len(names):
@@ -72,7 +72,7 @@ def layout_from_placements(mesh: Mesh, placements: Any, num_dims: int) -> Layout
 
 
 def mesh_of(device_mesh: DeviceMesh, ranks_per_host: int = 0) -> Mesh:
-    """The Mesh of a DeviceMesh whose dimensions have names; `connect` it with a communicator of the same ranks."""
+    """Returns the Mesh of a DeviceMesh with named dimensions; `connect` it with a communicator of the same ranks."""
     names = device_mesh.mesh_dim_names
     if names is None:
         raise InvalidValueError("mesh_of: expected a DeviceMesh with mesh_dim_names, got one without")
@@ -80,12 +80,12 @@ def mesh_of(device_mesh: DeviceMesh, ranks_per_host: int = 0) -> Mesh:
 
 
 def to_dtensor(x: Sharded, device_mesh: DeviceMesh) -> DTensor:
-    """`x` as a DTensor on a DeviceMesh of the same shape and ranks. Differentiable.
+    """Returns `x` as a DTensor on a DeviceMesh of the same shape and ranks. Differentiable.
 
     Replicated and invariant both become Replicate, whose gradient DTensor gives whole to every rank.
     """
     _check(x.mesh, device_mesh)
-    # Of gradients that are whole everywhere, those of a replicated value count once.
+    # DTensor's gradients are whole everywhere: the move makes those of a replicated value count once.
     x = x._reshard(with_invariant_rest(x.layout))
     stride = torch.empty(x.shape, device="meta").stride()
     out: DTensor = DTensor.from_local(
@@ -95,9 +95,9 @@ def to_dtensor(x: Sharded, device_mesh: DeviceMesh) -> DTensor:
 
 
 def from_dtensor(x: DTensor, mesh: MeshComms) -> Sharded:
-    """A DTensor as a Sharded on a connected mesh of the same shape and ranks. Differentiable.
+    """Returns a DTensor as a Sharded on a connected mesh of the same shape and ranks. Differentiable.
 
-    Replicate becomes invariant: the gradient that goes back is whole on every rank. That of a partial one is, too.
+    Replicate becomes invariant: the gradient that is passed back is whole on every rank, also for Partial.
     """
     _check(mesh, x.device_mesh)
     layout = with_invariant_rest(layout_from_placements(mesh.mesh, x.placements, x.dim()))

@@ -1,6 +1,6 @@
-"""Operators put in terms of others that have rules, as plain torch code: traced once more instead of the operator.
+"""Operators rewritten with operators that have rules, as torch code that is captured instead of the operator.
 
-A function gets the arguments of the ATen operator; NotImplemented leaves the operator as it is.
+A function takes the arguments of the ATen operator. NotImplemented leaves the operator unchanged.
 """
 
 from __future__ import annotations
@@ -107,12 +107,13 @@ def _one_hot(x: Tensor, num_classes: int = -1) -> Any:
         return NotImplemented
     classes = torch.arange(num_classes, device=x.device)
     x = x.unsqueeze(-1)
-    known = classes.expand(*x.shape[:-1], num_classes).gather(-1, x)  # x itself; refuses what is no class
+    known = classes.expand(*x.shape[:-1], num_classes).gather(-1, x)  # equals x; gather raises for an invalid class
     return (known == classes).to(torch.int64)
 
 
 def _norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """A norm of everything: of sums, so that no part is moved. Those along dimensions have a rule."""
+    """Computes a norm over all dimensions by sums, so that no part is moved. Norms along some dimensions have a
+    rule."""
     if not _is_everything(x, dim):
         return NotImplemented
     return norm_of(x, float(ord), range(x.dim()), keepdim, dtype or x.dtype)
@@ -124,7 +125,7 @@ def _is_everything(x: Tensor, dim: Any) -> bool:
 
 
 def _var(x: Tensor, dim: Any = None, unbiased: Any = True, keepdim: bool = False, *, correction: Any = None) -> Any:
-    """A variance of everything: two sums. Those along dimensions have a rule."""
+    """Computes a variance over all dimensions by two sums. Variances along some dimensions have a rule."""
     if isinstance(dim, bool):  # var(x, unbiased)
         dim, unbiased = None, dim
     if not _is_everything(x, dim):
@@ -177,7 +178,7 @@ def _batch_norm(
     eps: float,
     _: bool = False,
 ) -> Any:
-    """With the statistics of the whole batch, from sums."""
+    """Normalizes with the statistics of the whole batch, from sums."""
     if not training or x.dim() < 2:
         return NotImplemented
     dims = [d for d in range(x.dim()) if d != 1]

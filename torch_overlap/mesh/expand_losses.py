@@ -1,4 +1,4 @@
-"""Losses as sums, counts and divisions: exact however the batch is sharded."""
+"""Losses as sums, counts and divisions: exact for any sharding of the batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _reduced(loss: Tensor, reduction: int) -> Tensor:
 
 
 def _nll(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN, ignore: int = -100) -> Tensor:
-    """nll_loss of [classes], [batch, classes] or [batch, classes, ...] log probabilities."""
+    """Computes nll_loss of [classes], [batch, classes] or [batch, classes, ...] log probabilities."""
     return _class_loss(x, target, weight, reduction, ignore, 0.0)
 
 
@@ -86,12 +86,12 @@ def _l1(x: Tensor, target: Tensor, reduction: int = _MEAN) -> Any:
 
 
 def _after(name: str, place: int) -> Callable[..., Any]:
-    """A loss that is elementwise but for its reduction, which is argument number `place`."""
+    """Returns a loss that is elementwise except for its reduction, which is argument number `place`."""
 
     def loss(*args: Any) -> Any:
         reduction = args[place] if len(args) > place else _MEAN
         if reduction == _NONE:
-            return NotImplemented  # that one has a rule
+            return NotImplemented  # the elementwise loss has a rule
         before = list(args[:place]) + [None] * (place - len(args))
         function = getattr(torch.ops.aten, name)
         return _reduced(function(*before, _NONE, *args[place + 1 :]), reduction)

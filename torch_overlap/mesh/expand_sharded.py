@@ -1,6 +1,6 @@
-"""Operators along a dimension that is sharded, in terms of reductions: no part is moved, only maxima and sums are.
+"""Operators along a sharded dimension, rewritten with reductions: no part is moved, only maxima and sums are.
 
-Where the dimension is whole the operator itself is quicker. So these are for operands whose layout is known.
+If the dimension is whole the operator itself is faster, so these are only for operands whose layout is known.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def widened(x: Tensor) -> Tensor:
 
 
 def settled(x: Tensor) -> Tensor:
-    """The same; but a pending value ends here, once for all uses of it. (A clamp would drop the gradient of a nan.)"""
+    """Returns x, reduced here if it is partial, once for all its uses. (A clamp would drop the gradient of a NaN.)"""
     return x.pow(1)
 
 
 def norm_of(x: Tensor, ord: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Any:
-    """vector_norm by sums, whose gradient is zero where the norm is. Not for negative powers."""
+    """Computes vector_norm by sums, with a zero gradient where the norm is zero. Not for negative powers."""
     if -math.inf < ord < 0:
         return NotImplemented
     x = as_type(x, torch.float32 if dtype in _HALVES else dtype)
@@ -39,7 +39,7 @@ def norm_of(x: Tensor, ord: float, dims: Sequence[int], keepdim: bool, dtype: to
     if math.isinf(ord):
         out = x.abs().amax(dims, keepdim) if ord > 0 else x.abs().amin(dims, keepdim)
     elif ord == 0:
-        out = x.sign().masked_fill(x != 0, 1).sum(dims, keepdim)  # sign: its gradient is zero
+        out = x.sign().masked_fill(x != 0, 1).sum(dims, keepdim)  # sign, because its gradient is zero
     elif ord == 1:
         out = x.abs().sum(dims, keepdim)
     else:
@@ -51,7 +51,7 @@ def norm_of(x: Tensor, ord: float, dims: Sequence[int], keepdim: bool, dtype: to
 
 
 def variance_of(x: Tensor, dims: Sequence[int], keepdim: bool, lost: float) -> Tensor:
-    """var by two sums; `lost` is the correction."""
+    """Computes var by two sums. `lost` is the correction."""
     dtype, dims = x.dtype, list(dims)
     x = widened(x)
     far = x - x.mean(dims, True)
@@ -60,7 +60,7 @@ def variance_of(x: Tensor, dims: Sequence[int], keepdim: bool, lost: float) -> T
 
 
 def _highest(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """The maximum, without a gradient. Where x is pending, it is reduced for what comes next as well."""
+    """Returns the maximum, without a gradient. A partial x is reduced here, for later uses too."""
     return settled(x.amax(list(dims), True).detach())
 
 
@@ -132,7 +132,8 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.
 
 
 class Sharded(NamedTuple):
-    """What to do instead of an operator, and along which dimensions it goes (None: all, which others do)."""
+    """The replacement of an operator, and the dimensions that it runs along (None: all, which other rewrites
+    handle)."""
 
     dims: Callable[..., Sequence[int] | None]
     function: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Functions that are one ATen operator on tensors and numbers, whose result needs no tracing to be known."""
+"""Functions that are a single ATen operator on tensors and numbers, whose result is known without tracing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def fast_call(func: Callable[..., Any], args: Sequence[Any]) -> Call | None:
-    """The call that func(*args) is; None where tracing has to tell, errors among them."""
+    """Returns the call that func(*args) makes; None if only tracing can tell, including errors."""
     try:
         entry = _TABLE.get(func)
-    except TypeError:  # a function that has no hash
+    except TypeError:  # a function without a hash
         return None
     if entry is None or not args or not isinstance(args[0], Operand):
         return None

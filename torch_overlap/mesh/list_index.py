@@ -1,4 +1,4 @@
-"""x[[0, 2]]: Python lists as an index, which torch would copy to a tensor without data."""
+"""Python lists as an index, as in x[[0, 2]]. torch would copy them to a tensor, which has no data on meta."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["without_lists"]
 
 
 def without_lists(index: Any, shape: Sequence[int]) -> Any:
-    """The index of a tensor of this shape, with tensors in place of lists of numbers.
+    """Returns the index of a tensor of this shape, with tensors in place of lists of numbers.
 
     Raises:
-        IndexError: a list of bools that is not as long as its dimension.
+        IndexError: the length of a list of bools differs from its dimension.
     """
     if not isinstance(index, tuple | list | range):
         return index
@@ -26,7 +26,7 @@ def without_lists(index: Any, shape: Sequence[int]) -> Any:
 
 
 def _dim_of(items: Sequence[Any], place: int, num_dims: int) -> int:
-    """The dimension that an item of an index is for."""
+    """Returns the dimension that an item of an index applies to."""
     if any(item is Ellipsis for item in items[:place]):
         return num_dims - sum(map(_dims_taken, items[place:]))
     return sum(map(_dims_taken, items[:place]))

@@ -1,4 +1,4 @@
-"""What a rank runs on its own parts of the operands."""
+"""Operators on a rank's own parts of the operands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_overlap.mesh._core import Layout, OpRule
 from torch_overlap.mesh.call import Call
-from torch_overlap.mesh.local_take import Taken, local_gather, local_take
+from torch_overlap.mesh.local_take import IndexedDim, local_gather, local_take
 from torch_overlap.mesh.random_ops import refuse_random
 from torch_overlap.mesh.rules_move import RESHAPES, taken_index, whole
 
@@ -27,15 +27,21 @@ def local_call(
     rank: int,
     device: torch.device | None = None,
 ) -> Local:
-    """The operator on the parts of one rank: takes its local tensors, in the order of call.inputs, and returns a
-    tensor, or a tuple or list as the operator does.
+    """Returns the operator on the parts of one rank. It takes the local tensors, in the order of call.inputs, and
+    returns a tensor, or a tuple or list if the operator does.
 
-    The layouts are those of a Strategy of `rule` (None: operands are whole). The parts of all ranks together, as the
-    output layouts say, are the result of the operator on the global tensors. Nothing waits for a device, so the
-    function may be captured; it is differentiable where the operator is: the gradient of an input is that of the
-    rank's own part. An operator without a rule gets its operands with the strides that it was captured with.
+    The layouts are those of a Strategy of `rule` (None: operands are whole). The parts of all ranks together, under the
+    output layouts, are the result of the operator on the global tensors. Nothing waits for a device, so the function
+    may be captured. It is differentiable if the operator is: the gradient of an input is that of the rank's own part.
+    An operator without a rule gets its operands with the strides of its capture.
 
-    `device`: where tensors are made by an operator without inputs (arange, zeros).
+    Args:
+        call: the operator.
+        rule: its rule, or None.
+        input_layouts: the layouts of the inputs.
+        output_layouts: the layouts of the outputs.
+        rank: the rank.
+        device: the device of the result of an operator without inputs (arange, zeros).
 
     Raises:
         UnsupportedError: an operator that draws random numbers.
@@ -63,7 +69,7 @@ class _Parts(NamedTuple):
     rank: int
 
     def is_cut(self) -> bool:
-        """Is any operand cut, or was a view of contiguous memory asked for?"""
+        """Returns True if any operand is cut, or the operator may return a view of contiguous memory."""
         call = self.call
         return call.name in RESHAPES or any(
             local != operand.shape
@@ -71,12 +77,12 @@ class _Parts(NamedTuple):
         )
 
     def offset(self, index: int, dim: int) -> int:
-        """Where the own part of an input begins."""
+        """Returns the offset of this rank's part of an input."""
         return self.layouts[index].offsets(self.call.inputs[index].shape, self.rank)[dim]
 
 
 def _on_device(call: Call, device: torch.device | None) -> Local:
-    """The operator, where devices among its arguments are that of the inputs."""
+    """Returns the operator, with devices among its arguments replaced by the device of the inputs."""
     places = [i for i, arg in enumerate(call.args) if isinstance(arg, torch.device)]
     names = [name for name, arg in call.kwargs.items() if isinstance(arg, torch.device)]
     if not places and not names:
@@ -94,10 +100,10 @@ def _on_device(call: Call, device: torch.device | None) -> Local:
 
 
 def _as_captured(call: Call, local: Local) -> Local:
-    """`local` on operands with the strides that the capture saw.
+    """Returns `local` on operands with the strides of the capture.
 
-    A composite operator of torch decides by strides what it calls, and what that reads memory with (`_weight_norm`
-    calls a kernel for contiguous tensors). The capture decides once; local tensors may be views.
+    A composite operator of torch selects the operators that it calls by strides, and some of these read memory with
+    them (`_weight_norm` calls a kernel for contiguous tensors). The capture decides once; local tensors may be views.
     """
     if not call.inputs:
         return local
@@ -108,18 +114,19 @@ def _as_captured(call: Call, local: Local) -> Local:
 
 
 def _with_strides(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    """x with these strides (None: contiguous): itself where it has them, else a copy."""
+    """Returns x with these strides (None: contiguous): itself if it has them, else a copy."""
     if strides is None:
         return x.contiguous()
     if x.stride() == strides:
         return x
-    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]  # of a dimension that repeats
+    # One element of each dimension with stride 0.
+    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
     made = torch.empty_strided(once.shape, strides, dtype=x.dtype, device=x.device).copy_(once)
     return made.expand(x.shape)
 
 
 def _zeros_with_gradient(shape: Sequence[int], value: Any, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-    """A constant that depends on the inputs all the same: the backward pass must visit them on every rank."""
+    """Returns a constant that still depends on the inputs: the backward pass must visit them on every rank."""
     out = tensors[0].new_full(tuple(shape), value, dtype=dtype)
     for t in tensors:
         if t.requires_grad and dtype.is_floating_point:
@@ -138,7 +145,7 @@ def _expand(parts: _Parts) -> Local:
 
 
 def _mean(parts: _Parts) -> Local | None:
-    """A sum over the own part, divided by the global number of elements."""
+    """Sums over this rank's part and divides by the global number of elements."""
     call, (shape,) = parts.call, parts.inputs
     x, out = call.inputs[0], call.outputs[0].dtype
     dims = whole(call, 1, "dim", None)
@@ -153,7 +160,7 @@ def _mean(parts: _Parts) -> Local | None:
 
 
 def _extreme(parts: _Parts) -> Local | None:
-    """What is the maximum of nothing: less than anything."""
+    """Returns the identity of the maximum or minimum for an empty part."""
     call, dtype = parts.call, parts.call.outputs[0].dtype
     if len(call.inputs) != 1 or len(call.outputs) != 1 or 0 not in parts.inputs[0]:
         return None
@@ -168,7 +175,7 @@ def _extreme(parts: _Parts) -> Local | None:
 
 
 def _pieces(parts: _Parts) -> Local | None:
-    """A slice that takes everything: of a sharded dimension as well."""
+    """Handles a slice of everything, also along a sharded dimension."""
     call = parts.call
     if len(call.outputs) != 1 or call.outputs[0].shape != call.inputs[0].shape:
         return None
@@ -189,7 +196,7 @@ def _index_select(parts: _Parts) -> Local | None:
 
 def _index(parts: _Parts) -> Local | None:
     dim = taken_index(parts.call)
-    taken = None if dim is None else _taken(parts, dim, wraps=True)
+    taken = None if dim is None else _taken(parts, dim, wraps_negative=True)
     return None if taken is None else local_take(taken)
 
 
@@ -198,18 +205,18 @@ def _gather(parts: _Parts) -> Local | None:
     return None if taken is None else local_gather(taken)
 
 
-def _taken(parts: _Parts, dim: int, *, wraps: bool = False) -> Taken | None:
-    """What is taken of the first operand; None where it is whole along the dimension."""
+def _taken(parts: _Parts, dim: int, *, wraps_negative: bool = False) -> IndexedDim | None:
+    """Returns the indexed dimension of the first operand; None if this rank has all of it."""
     shape = parts.call.inputs[0].shape
     dim %= len(shape)
     own = parts.inputs[0][dim]
     if own == shape[dim]:
         return None
-    return Taken(parts.call.name, dim, shape[dim], own, parts.offset(0, dim), wraps)
+    return IndexedDim(parts.call.name, dim, shape[dim], own, parts.offset(0, dim), wraps_negative)
 
 
 def _conv(parts: _Parts) -> Local | None:
-    """As many groups as are here; nothing from no channels but the bias."""
+    """Uses the number of local groups. Without local channels, only the bias remains."""
     call, (x, weight) = parts.call, parts.inputs[:2]
     place = 8 if call.name == "convolution" else 6
     dtype, shape = call.outputs[0].dtype, parts.outputs[0]
@@ -231,7 +238,7 @@ def _conv(parts: _Parts) -> Local | None:
 
 
 def _of_nothing(parts: _Parts) -> Local | None:
-    """No elements, which some kernels of torch refuse."""
+    """Handles an empty result, which some torch kernels refuse."""
     if 0 not in parts.outputs[0]:
         return None
     shape, dtype = parts.outputs[0], parts.call.outputs[0].dtype

@@ -1,7 +1,7 @@
-"""Taking from a table of which a rank has a part: what is elsewhere comes as zeros, so that the sum is right.
+"""Indexing into a table of which a rank has a part: rows of other ranks are zeros, so that the sum is right.
 
-An index that no rank has stays one, so torch refuses it here as it does for a whole table: on CPUs with an error, on
-GPUs with a device assertion. Nothing waits for a device.
+An index that no rank has stays out of range, so torch raises as for a whole table: on CPUs with an error, on GPUs with
+a device assertion. Nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import Error
 
-__all__ = ["Taken", "local_gather", "local_take"]
+__all__ = ["IndexedDim", "local_gather", "local_take"]
 
 
 class _OutOfRangeError(Error, IndexError):
-    """Torch raises this or a RuntimeError, as functions and dimensions go: an Error is one."""
+    """Replaces torch's IndexError or RuntimeError, which depends on the function. An Error is a RuntimeError."""
 
 
-class Taken(NamedTuple):
-    """A dimension that is taken from.
+class IndexedDim(NamedTuple):
+    """A dimension that is indexed.
 
     Attributes:
-        name: Of the operator.
-        dim: Which one.
-        size: The global one.
-        own, offset: How much of it is here, from where.
-        wraps: Do negative indices count from the end?
+        name: The name of the operator.
+        dim: The dimension.
+        size: The global size.
+        own, offset: Size and offset of this rank's part.
+        wraps_negative: True if negative indices count from the end.
     """
 
     name: str
@@ -38,19 +38,20 @@ class Taken(NamedTuple):
     size: int
     own: int
     offset: int
-    wraps: bool = False
+    wraps_negative: bool = False
 
-    def places(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Where to look here, and what is elsewhere. What is nowhere is past the end."""
-        if self.wraps:
+    def local_indices(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the indices into this rank's part, and a mask of those on other ranks. Invalid ones point past the
+        end."""
+        if self.wraps_negative:
             index = torch.where(index < 0, index + self.size, index)
         place = index - self.offset
         elsewhere = (place < 0) | (place >= self.own)
         nowhere = index != index.clamp(0, self.size - 1)
         return place.clamp(0, max(self.own - 1, 0)).masked_fill(nowhere, max(self.own, 1)), elsewhere
 
-    def rows_of(self, table: Tensor) -> Tensor:
-        """The own part; where that is nothing one row of zeros, which a gradient reaches all the same."""
+    def local_rows(self, table: Tensor) -> Tensor:
+        """Returns this rank's part. If it is empty, one row of zeros that a gradient still reaches."""
         if self.own > 0:
             return table
         shape = list(table.shape)
@@ -58,10 +59,10 @@ class Taken(NamedTuple):
         return torch.cat([table, table.new_zeros(shape)], self.dim)
 
     def explain(self, index: Tensor, error: Exception) -> None:
-        """Raises an error that names the index as the caller wrote it; nothing where no index is out of range."""
+        """Raises an error that names the index as the caller wrote it. No-op if no index is out of range."""
         if index.device.type != "cpu" or is_batchedtensor(index):
             return
-        lowest = -self.size if self.wraps else 0
+        lowest = -self.size if self.wraps_negative else 0
         wrong = index[(index < lowest) | (index >= self.size)]
         if wrong.numel() > 0:
             raise _OutOfRangeError(
@@ -70,15 +71,15 @@ class Taken(NamedTuple):
             ) from error
 
 
-def local_take(taken: Taken, padding: int = -1) -> Callable[[Sequence[Tensor]], Tensor]:
-    """table[..., index, ...]. `padding`: a row that gets no gradient."""
+def local_take(taken: IndexedDim, padding: int = -1) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Returns table[..., index, ...]. `padding`: a row without a gradient."""
     dim = taken.dim
     here = padding - taken.offset if taken.offset <= padding < taken.offset + taken.own else -1
 
     def take(tensors: Sequence[Tensor]) -> Tensor:
         table, index = tensors
-        place, elsewhere = taken.places(index)
-        table = taken.rows_of(table)
+        place, elsewhere = taken.local_indices(index)
+        table = taken.local_rows(table)
         try:
             if table.dim() == 2 and dim == 0:
                 rows = torch.ops.aten.embedding.default(table, place, here)
@@ -94,14 +95,14 @@ def local_take(taken: Taken, padding: int = -1) -> Callable[[Sequence[Tensor]], 
     return take
 
 
-def local_gather(taken: Taken) -> Callable[[Sequence[Tensor]], Tensor]:
-    """table.gather(dim, index)."""
+def local_gather(taken: IndexedDim) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Returns table.gather(dim, index)."""
 
     def gather(tensors: Sequence[Tensor]) -> Tensor:
         table, index = tensors
-        place, elsewhere = taken.places(index)
+        place, elsewhere = taken.local_indices(index)
         try:
-            rows = taken.rows_of(table).gather(taken.dim, place)
+            rows = taken.local_rows(table).gather(taken.dim, place)
         except RuntimeError as error:
             taken.explain(index, error)
             raise

@@ -1,4 +1,4 @@
-"""The shapes of transformers that the planner predicts, and how their steps run."""
+"""Shapes of the transformers that the planner predicts, and the properties of their steps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["PRESETS", "Eager", "Transformer"]
 
 @dataclass(frozen=True)
 class Eager:
-    """A step in which nothing is fused: what its kernels beside products and attention move, counted from the program.
+    """An unfused step. Counts the memory traffic of its kernels other than products and attention, from the program.
     Gradients are summed over dp after the backward pass, in one transfer.
 
     layer: Bytes for each token and hidden unit of a layer, forward and backward: norms, activation, sums, rotations,
         casts.
     parameter: Bytes for each parameter: casts, gradients as they are made and clipped, AdamW in fp32.
     reduced: Bytes for each gradient that is summed over dp: into one buffer with the others, and back.
-    rate: What the kernels of layers reach of the rate of memory. Fitted to a step that was measured on one rank, so it
-        holds launches and what else is left out.
+    rate: Fraction of the memory rate that the kernels of layers reach. Fitted to a measured step on one rank, so it
+        includes launches and everything else that is not modelled.
     """
 
     layer: float
@@ -75,9 +75,8 @@ class Transformer:
         return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden + self.hidden
 
 
-# Bytes of examples/train_gpt.py: tests/python/mesh/test_eager.py counts them again. Halves of heads are strided, dtypes
-# mixed: the rate is what makes the step of the model that communicates by hand, on one H200, take 34.6 ms
-# (benchmarks/results/train_step-h200-tp1-2026-11-22.json).
+# Bytes of examples/train_gpt.py: tests/python/mesh/test_eager.py counts them again. Halves of heads are strided and
+# dtypes mixed, so the rate is fitted to the measured step, on one H200, of the model that communicates explicitly.
 RATE = 0.575
 _GPT = Transformer("train_gpt", 8, 1024, 16, 16, 4096, 256, gated=False, sequence=1024, residual_size=4)
 
@@ -85,7 +84,7 @@ PRESETS = {
     model.name: model
     for model in (
         replace(_GPT, eager=Eager(layer=252, parameter=76, rate=RATE)),
-        # With --mesh: rotates in fp32.
+        # With --mesh, which rotates in fp32.
         replace(_GPT, name="train_gpt_mesh", eager=Eager(layer=364, parameter=52, reduced=16, rate=RATE)),
         Transformer("llama3-8b", 32, 4096, 32, 8, 14336, 128256),
         Transformer("llama3-70b", 80, 8192, 64, 8, 28672, 128256),

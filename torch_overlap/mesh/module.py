@@ -1,4 +1,4 @@
-"""shard_module: the parameters of a module on a mesh, its code as it is."""
+"""shard_module: shards the parameters of a module over a mesh; its code is unchanged."""
 
 from __future__ import annotations
 
@@ -40,31 +40,33 @@ def shard_module(
     defer_gradients: bool = False,
     move_parameters: bool = False,
 ) -> nn.Module:
-    """Leaves each rank its part of the parameters and buffers of `module`, in place. Nothing is sent.
+    """Replaces the parameters and buffers of `module` by this rank's parts, in place. Nothing is sent.
 
-    shard_module(model, mesh, {"*.wq.weight": P("tp"), "*.wo.weight": P(None, "tp")})
-    logits = model(shard(tokens, mesh, P("dp")))
+        shard_module(model, mesh, {"*.wq.weight": P("tp"), "*.wo.weight": P(None, "tp")})
+        logits = model(shard(tokens, mesh, P("dp")))
 
-    The module's code stays as it is: reading a parameter gives a Sharded, whose functions put the communication in.
-    `module.parameters()` are the local parts, for optimizers, which are made afterwards.
+    The module's code is unchanged: reading a parameter gives a Sharded, whose functions insert the communication.
+    `module.parameters()` are the local parts. Optimizers take them, and must be made afterwards.
 
     Args:
-        module: its parameters and buffers are the whole ones, the same on every rank, on the device of the mesh. One
+        module: its parameters and buffers are whole, the same on every rank, on the device of the mesh. A parameter
             that is used in several places (tied) stays one.
-        layouts: by name as in state_dict ("*.wq.weight" of an nn.Linear); patterns as of fnmatch, the first that fits;
-            any spelling of a layout. Others are whole on every rank. Or styles of `torch_overlap.nn.styles` by the
-            names of modules, as for parallelize_module: they say which parameters are split, and where values are
-            split or gathered.
-        axis: the one that styles split; needed where the mesh has several.
-        defer_gradients: along axes that do not shard a parameter, each rank's gradient stays its own term until
-            `reduce_gradients` sums all of them in one transfer. Otherwise each is summed in the backward pass where the
-            parameter is used.
-        move_parameters: Parameters are gathered or exchanged where that is cheaper than to move activations (as data
-            parallel training with sharded weights does). Otherwise they are anchored: activations come to them.
+        mesh: the connected mesh.
+        layouts: by name as in state_dict ("*.wq.weight" of an nn.Linear); patterns of fnmatch, of which the first match
+            counts; any spelling of a layout. Others are whole on every rank. Alternatively, styles of
+            `torch_overlap.nn.styles` by the names of modules, as for parallelize_module: they define which parameters
+            are split, and where activations are split or gathered.
+        axis: the axis that styles split; required if the mesh has several.
+        defer_gradients: if True, along axes that do not shard a parameter, each rank's gradient stays its own term
+            until `reduce_gradients` sums all of them in one transfer. Otherwise each is summed in the backward pass
+            where the parameter is used.
+        move_parameters: if True, parameters are gathered or exchanged if that is cheaper than moving activations (as in
+            data parallel training with sharded weights). Otherwise they are anchored: activations are moved instead.
 
     Raises:
-        InvalidValueError: a pattern that fits nothing, a layout that is none, a module that is sharded already.
-        UnsupportedError: a style with `algorithm`, `require_fused`, `fp8` or `keep_gathered`: here the mesh decides.
+        InvalidValueError: a pattern without a match, an invalid layout, a module that is sharded already.
+        UnsupportedError: a style with `algorithm`, `require_fused`, `fp8` or `keep_gathered`, which the mesh decides
+            here.
     """
     expect_connected("shard_module", mesh)
     left, hooks = without_styles(module, mesh, layouts or {}, axis)
@@ -90,12 +92,12 @@ def shard_module(
         raise InvalidValueError(
             f"shard_module: expected patterns of parameters or buffers, got {unused}, which fit none of {some}"
         )
-    parts: dict[int, tuple[Any, Spec]] = {}  # by the id of the whole one: tied ones stay tied
+    parts: dict[int, tuple[Any, Spec]] = {}  # by the id of the whole parameter: tied ones stay tied
     for *_, whole, layout in wholes:
         if id(whole) not in parts:
             anchored = isinstance(whole, nn.Parameter) and not move_parameters
             parts[id(whole)] = _part(whole, mesh, layout, anchored=anchored)
-    # Nothing is changed before all of it is made.
+    # Nothing is changed before everything is made.
     found: dict[int, tuple[nn.Module, dict[str, Spec]]] = {}
     for owner, _, own_name, whole, _ in wholes:
         part, spec = parts[id(whole)]
@@ -113,14 +115,14 @@ def _part(whole: Tensor, mesh: MeshComms, layout: Layout, *, anchored: bool) -> 
     with torch.no_grad():
         local: Tensor = part_of(whole.detach(), mesh, layout).local
         if local.numel() < whole.numel():
-            local = local.clone()  # the part alone, not a view that keeps the whole
+            local = local.clone()  # a copy of the part, since a view would keep the whole alive
     if isinstance(whole, nn.Parameter):
         local = nn.Parameter(local, whole.requires_grad)
     return local, spec_of(mesh, layout, whole.shape, whole.dtype, anchored)
 
 
 def _read_as_sharded(owner: nn.Module, specs: dict[str, Spec]) -> None:
-    """Gives the module a class of its own, which reads these names as Sharded."""
+    """Gives the module its own class, which reads these names as Sharded."""
 
     def reader(name: str) -> property:
         def get(self: nn.Module) -> Any:
@@ -145,8 +147,8 @@ def _read_as_sharded(owner: nn.Module, specs: dict[str, Spec]) -> None:
 
 @functools.cache
 def _kind_of(kind: type) -> type:
-    """Of the classes that are made here. To copy they are classes as others; pickle, which would look for them by
-    their names and find those that they were made of, is refused."""
+    """Returns the metaclass of the classes that are made here. They can be copied like other classes. Pickling is
+    refused: pickle would look them up by name and find their base classes."""
     made = type("ShardedClass", (kind,), {})
     copyreg.pickle(made, _refuse_to_pickle)
     return made
@@ -160,7 +162,7 @@ def _refuse_to_pickle(owner: type) -> NoReturn:
 
 
 def _as_sharded(owner: nn.Module, name: str, stored: Tensor) -> Sharded:
-    """A new one at each reading: what it was moved to is forgotten with it, for weights change."""
+    """Makes a new Sharded at each read: its cached copies are dropped with it, because weights change."""
     spec: Spec = owner.__dict__[_SPECS][name]
     if stored.dtype != spec.dtype:
         spec = spec_of(spec.mesh, spec.layout, spec.shape, stored.dtype, spec.anchored)
@@ -168,7 +170,7 @@ def _as_sharded(owner: nn.Module, name: str, stored: Tensor) -> Sharded:
 
 
 def named_values(module: nn.Module, what: str) -> dict[str, Sharded]:
-    """The "_parameters" or "_buffers" of a module that was sharded, as they lie, by name."""
+    """Returns the "_parameters" or "_buffers" of a sharded module as Sharded values, by name."""
     out: dict[str, Sharded] = {}
     for prefix, owner in module.named_modules():
         for name in owner.__dict__.get(_SPECS, ()):
@@ -179,22 +181,22 @@ def named_values(module: nn.Module, what: str) -> dict[str, Sharded]:
 
 
 def sharded_parameters(module: nn.Module) -> dict[str, Sharded]:
-    """The parameters of a module that was sharded, as they lie, by name."""
+    """Returns the parameters of a sharded module as Sharded values, by name."""
     return named_values(module, "_parameters")
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers as whole tensors, on every rank. Collective."""
+    """Returns parameters and buffers as whole tensors, on every rank. Collective."""
     with torch.no_grad():
         named = {**named_values(module, "_parameters"), **named_values(module, "_buffers")}
         return {name: value.detach().full().clone() for name, value in named.items()}
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Takes this rank's parts of whole tensors, the same on every rank. Nothing is sent.
+    """Loads this rank's parts of whole tensors, which are the same on every rank. Nothing is sent.
 
     Raises:
-        InvalidValueError: names that are missing or unknown, or shapes that differ; nothing is changed then.
+        InvalidValueError: names that are missing or unknown, or shapes that differ. Nothing is changed then.
     """
     named = {**named_values(module, "_parameters"), **named_values(module, "_buffers")}
     if set(named) != set(state):
@@ -217,10 +219,14 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
 
 @torch.no_grad()
 def reduce_gradients(module: nn.Module, *others: Sharded) -> list[Sharded]:
-    """Sums the gradients that shard_module(..., defer_gradients=True) left pending, in one transfer for each set of
-    axes and dtype; `others` are pending scalars (a loss, a norm) that travel with them. Collective.
+    """Sums the gradients that shard_module(..., defer_gradients=True) left partial, in one transfer for each set of
+    axes and dtype. Collective.
 
-    Returns: the scalars, invariant. Gradients are changed in place; those of parameters without one count as zeros.
+    Args:
+        module: the sharded module. Its gradients are changed in place; those of parameters without one count as zeros.
+        others: partial scalars (a loss, a norm) to sum in the same transfer.
+
+    Returns: the scalars, invariant.
     """
     values = _with_gradients(module)
     pending: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
@@ -237,7 +243,7 @@ def reduce_gradients(module: nn.Module, *others: Sharded) -> list[Sharded]:
     scalars: list[Tensor] = []
     for other in others:
         if other.shape.numel() != 1 or set(other.layout.partial.values()) - {"sum"}:
-            raise InvalidValueError(f"reduce_gradients: expected scalars that are pending sums, got {other}")
+            raise InvalidValueError(f"reduce_gradients: expected scalars that are partial sums, got {other}")
         scalars.append(other.detach().local.clone())
         axes = _joining(mesh, other.layout.partial)
         if axes:
@@ -255,12 +261,17 @@ def reduce_gradients(module: nn.Module, *others: Sharded) -> list[Sharded]:
 
 @torch.no_grad()
 def clip_grad_norm_(module: nn.Module, max_norm: float, *others: Sharded) -> tuple[Tensor, list[Sharded]]:
-    """Sums pending gradients as reduce_gradients does, then scales all so that their norm is at most `max_norm`.
+    """Sums partial gradients like reduce_gradients, then scales all so that their norm is at most `max_norm`.
 
-    Collective; only tensor operations, so that a CUDA graph may hold it. The squares of gradients that are complete
-    travel with those that are not, where both lie along the same axes.
+    Collective. Uses only tensor operations, so that a CUDA graph may capture it. The squares of complete gradients are
+    summed in the same transfer as partial gradients along the same axes.
 
-    Returns: the norm of all gradients before, a scalar that is the same on every rank; the reduced `others`.
+    Args:
+        module: the sharded module.
+        max_norm: the maximum norm of all gradients together.
+        others: as for `reduce_gradients`.
+
+    Returns: the norm of all gradients before scaling, a scalar that is the same on every rank; the reduced `others`.
     """
     values = _with_gradients(module)
     if not values:
@@ -279,18 +290,19 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, *others: Sharded) -> tup
 
 
 def _joining(mesh: MeshComms, axes: Iterable[str]) -> tuple[str, ...]:
-    """Those of the axes that join several ranks."""
+    """Returns the axes of size greater than one."""
     return tuple(sorted(axis for axis in axes if mesh.mesh.axis(axis).size > 1))
 
 
 def _with_gradients(module: nn.Module) -> list[Sharded]:
-    """The parameters that require a gradient, tied ones once."""
+    """Returns the parameters that require a gradient, tied ones once."""
     by_id = {id(v.local): v for v in sharded_parameters(module).values() if v.local.requires_grad}
     return list(by_id.values())
 
 
 def _squares(values: Iterable[Sharded]) -> list[Sharded]:
-    """The sums of the squares of gradients, by the axes along which they are pending then: those that shard them."""
+    """Returns the sums of squares of gradients, by the axes along which these sums are partial: those that shard the
+    gradients."""
     sums: dict[tuple[str, ...], list[Sharded]] = {}
     for value in values:
         if value.local.grad is not None:

@@ -16,7 +16,7 @@ __all__ = ["Program", "Recorded", "Ref"]
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor in the result: its number."""
+    """A tensor in the result, by its number."""
 
     number: int
 
@@ -31,14 +31,15 @@ class Recorded(NamedTuple):
 
 @dataclass
 class Program:
-    """What a function does.
+    """The operators of a function.
 
     Attributes:
-        operands: The Operands among its arguments, in order: values 0, 1, ... The same Operand object twice is two.
+        operands: The Operands among its arguments, in order: values 0, 1, ... The same Operand object twice counts as
+            two.
         constants: Plain tensors that it uses, by the numbers of their values: the same on every rank.
         steps: Its operators, in order. One without inputs (arange, zeros) gives the same on every rank.
-        writes: The function changed these operands in place: their number, and that of the value they have now.
-        result: What it returns, a Ref in place of each tensor; of an iterator, the tuple.
+        writes: Operands that the function changes in place: their number, and that of their new value.
+        result: Its return value, with a Ref in place of each tensor; for an iterator, the tuple.
     """
 
     operands: list[Operand]
@@ -48,7 +49,7 @@ class Program:
     result: Any = None
 
     def results(self, values: Callable[[int], Any]) -> Any:
-        """The result with values(number) in place of its tensors."""
+        """Returns the result with values(number) in place of its tensors."""
         if isinstance(self.result, Ref):
             return values(self.result.number)
         return pytree.tree_map_only(Ref, lambda ref: values(ref.number), self.result)

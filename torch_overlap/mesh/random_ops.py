@@ -1,4 +1,4 @@
-"""Operators that draw random numbers: ranks would draw others."""
+"""Operators that draw random numbers, which would differ between ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_overlap.mesh.call import Call
 
 __all__ = ["refuse_random"]
 
-# Where the probability is, and whether it trains: without one of them nothing is drawn.
+# Positions of the probability and of the training flag: if either is zero or False nothing is drawn.
 _SWITCHES: dict[str, tuple[int, int | None]] = {
     "dropout": (1, 2), "alpha_dropout": (1, 2), "feature_dropout": (1, 2), "feature_alpha_dropout": (1, 2),
     "native_dropout": (1, 2), "scaled_dot_product_attention": (4, None),

@@ -1,4 +1,4 @@
-"""Which rule an ATen operator has."""
+"""The rules of ATen operators."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch_overlap.mesh.rules_move import MOVES
 
 __all__ = ["known_operators", "rule_of"]
 
-# How elementwise operators treat pending inputs. An operator with a scalar beside a tensor may treat them in another
-# way: see _elementwise.
+# Behaviour of elementwise operators on partial inputs. An operator with a scalar and a tensor may behave differently:
+# see _elementwise.
 _LINEAR = {"neg", "dropout", "native_dropout", "alpha_dropout", "feature_dropout", "zeros_like", "real", "imag"}
 _MOVE = {"clone", "contiguous", "detach", "alias", "lift_fresh_copy", "lift_fresh", "positive", "resolve_conj",
          "resolve_neg"}  # fmt: skip
@@ -37,22 +37,23 @@ _NONLINEAR = {
 }  # fmt: skip
 _CASTS = {"to", "_to_copy"}
 _REINTERPRETED = {"view.dtype", "view_copy.dtype"}
-_IN_PLACE = {"add_", "sub_", "mul_", "div_", "relu_", "silu_", "detach_"}  # in graphs that others traced
+_IN_PLACE = {"add_", "sub_", "mul_", "div_", "relu_", "silu_", "detach_"}  # in graphs that other tools traced
 _LOSSES = {"mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
            "binary_cross_entropy_with_logits"}  # fmt: skip
 
 
 def known_operators() -> list[str]:
-    """Names of the ATen operators that have a rule, or come as others that have; the rest runs on whole tensors."""
+    """Returns the names of the ATen operators that have a rule, or are rewritten with others that have. All others run
+    on whole tensors."""
     elementwise = _LINEAR | _MOVE | _ADD | _NONLINEAR | _CASTS | _REINTERPRETED | _IN_PLACE | {"mul", "div", "type_as"}
     return sorted(elementwise | set(COMPUTE) | set(MOVES) | set(EXPANSIONS))
 
 
 def rule_of(call: Call) -> OpRule | None:
-    """The rule of an operator on these operands.
+    """Returns the rule of an operator on these operands.
 
-    None where there is none: then the operands have to be whole (OpRule.opaque), which is right and slow. A name that
-    is known may still have none with some arguments.
+    None if there is no rule: then the operands must be whole (OpRule.opaque), which is correct and slow. A known name
+    may still have no rule for some arguments.
     """
     if not call.inputs:
         return None
@@ -72,7 +73,7 @@ def _find(call: Call) -> OpRule | None:
             name = name.removesuffix("_")
         how = _elementwise(name, call)
         return OpRule.elementwise(name, [x.shape for x in call.inputs], how) if how else None
-    except ValueError:  # operands that torch takes, in a form that the rule does not know
+    except ValueError:  # operands that torch accepts, in a form that the rule does not know
         return None
 
 
@@ -93,24 +94,25 @@ def _elementwise(name: str, call: Call) -> str | None:
         return "nonlinear" if call.inputs[0].dtype.itemsize == call.outputs[0].dtype.itemsize else None
     if name in _LINEAR:
         trains = "dropout" in name and bool(call.argument(2, "train", True))
-        return "nonlinear" if trains else "linear"  # ranks would drop other elements
+        return "nonlinear" if trains else "linear"  # ranks would drop different elements
     if name in _MOVE:
         return "move"
     if name in _ADD:
-        return "nonlinear" if has_scalar else "add"  # a scalar would be added once a rank
+        return "nonlinear" if has_scalar else "add"  # a scalar would be added once per rank
     if name in _LOSSES and len(call.outputs[0].shape) == 0:
         return "nonlinear" if all(not x.shape for x in call.inputs) else None
     return "nonlinear" if name in _NONLINEAR else None
 
 
 def _scaling(call: Call) -> str:
-    """Infinity times each term of a pending sum, or each term by 0, is nan if terms have different signs."""
+    """Returns the behaviour of a product with a scalar. An infinite factor, or a division by 0, gives NaN if the terms
+    of a partial sum have different signs."""
     number = call.argument(1, "other", 1)
     return "linear" if cmath.isfinite(number) and (number != 0 or call.name == "mul") else "nonlinear"
 
 
 def _widens(before: torch.dtype, after: torch.dtype) -> bool:
-    """Is every value of `before` one of `after`?"""
+    """Returns True if every value of `before` is representable in `after`."""
     if before == after:
         return True
     if not (before.is_floating_point and after.is_floating_point):

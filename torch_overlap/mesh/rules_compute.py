@@ -31,13 +31,14 @@ def _reduction(call: Call) -> OpRule | None:
 
 
 def _extreme(call: Call) -> OpRule | None:
-    if len(call.inputs) == 2:  # of two tensors
+    if len(call.inputs) == 2:  # two tensors
         return OpRule.elementwise(call.name, [x.shape for x in call.inputs])
     return _whole_along(call)
 
 
 def _whole_along(call: Call) -> OpRule | None:
-    """Needs all of some dimensions, and leaves size 1, nothing, or as many there: argmax, logsumexp, sort."""
+    """Returns the rule of operators that need some dimensions whole, and leave size 1, none, or the same size there:
+    argmax, logsumexp, sort."""
     shape = call.inputs[0].shape
     index, name, default = _DIMS.get(call.name, (1, "dim", None))
     dims = whole(call, index, name, default)
@@ -53,7 +54,7 @@ def _whole_along(call: Call) -> OpRule | None:
     return _einsum_rule(call, [inside], outs)
 
 
-# Where the dimensions are, if not second.
+# Position of the argument with the dimensions, if not 1.
 _DIMS: dict[str, tuple[int, str, Any]] = {
     "linalg_vector_norm": (2, "dim", None),
     "norm": (2, "dim", None),
@@ -96,7 +97,7 @@ def _group_norm(call: Call) -> OpRule | None:
 
 def _batch_norm(call: Call) -> OpRule | None:
     if call.argument(5, "training", False) or len(call.inputs[0].shape) < 2:
-        return None  # statistics of the whole batch; nothing but a batch, of no element
+        return None  # needs the statistics of the whole batch, or has no channel dimension
     names = names_of(call.inputs[0].shape)
     return _einsum_rule(call, [names, *[[names[1]]] * (len(call.inputs) - 1)], [names])
 
@@ -154,7 +155,7 @@ def _einsum(call: Call) -> OpRule | None:
 
 
 def _whole_last(call: Call, count: int) -> OpRule | None:
-    """Batches of vectors or matrices that have to be whole."""
+    """Returns the rule for batches of vectors or matrices that must be whole."""
     shape = call.inputs[0].shape
     return OpRule.along(call.name, shape, list(range(-count, 0))) if len(call.inputs) == 1 else None
 

@@ -17,7 +17,7 @@ RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze"
 
 
 def names_of(shape: Sequence[int], prefix: str = "d", whole: Sequence[int] = ()) -> list[str]:
-    """The factors of an operand for OpRule.einsum: d0 d1 ...; ! where it has to be whole, 1 where there is nothing."""
+    """Returns the factors of an operand for OpRule.einsum: d0 d1 ...; a ! suffix if it must be whole, 1 for size 1."""
     return ["1" if n == 1 else f"{prefix}{i}{'!' if i in whole else ''}" for i, n in enumerate(shape)]
 
 
@@ -26,7 +26,7 @@ def equation(inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) 
 
 
 def whole(call: Call, index: int, name: str, default: Any) -> list[int]:
-    """The dimensions of the first operand that an argument names, from 0; all of them where it names none."""
+    """Returns the dimensions of the first operand that an argument names, counted from 0; all if it names none."""
     rank = len(call.inputs[0].shape)
     dims = call.argument(index, name, default)
     if isinstance(dims, bool):  # var(x, unbiased)
@@ -71,7 +71,7 @@ def _slice(call: Call) -> OpRule | None:
 
 
 def _parts(call: Call, dim: int) -> OpRule | None:
-    """Which part of a dimension a slice takes says nothing about who may take it: only the sizes count."""
+    """Returns the rule of a slice, from the sizes of its parts: their positions do not matter."""
     shape = call.inputs[0].shape
     parts, at = [], 0
     for out in call.outputs:
@@ -98,7 +98,7 @@ def _take(call: Call) -> OpRule | None:
 
 
 def taken_index(call: Call) -> int | None:
-    """The dimension of x[:, index] with one tensor of integers; None for other indices."""
+    """Returns the dimension of x[:, index] with one tensor of integers; None for other indices."""
     indices = call.args[1]
     given = [d for d, index in enumerate(indices) if index is not None]
     if len(given) != 1 or len(call.inputs) != 2 or call.inputs[1].dtype.itemsize < 4:
@@ -112,7 +112,8 @@ def _index(call: Call) -> OpRule | None:
 
 
 def _gather(call: Call) -> OpRule | None:
-    """out[i, j] = x[i, index[i, j]]: sharded along the dimension every rank has what lies in its own part."""
+    """Returns the rule of out[i, j] = x[i, index[i, j]]. If sharded along the dimension, every rank gathers from its
+    own part."""
     x, index = (list(operand.shape) for operand in call.inputs)
     if not x or len(x) != len(index):
         return None
@@ -121,14 +122,14 @@ def _gather(call: Call) -> OpRule | None:
     for d in range(len(x)):
         if d == dim:
             x_names[d] = "1" if x[d] == 1 else "taken"
-        elif x[d] != index[d]:  # fewer are taken: not the first ones of every part
+        elif x[d] != index[d]:  # fewer elements are taken, and they are not the first ones of every part
             x_names[d] = "1" if x[d] == 1 else f"d{d}!"
             index_names[d] = "1" if index[d] == 1 else f"e{d}!"
     return OpRule.einsum("gather", equation([x_names, index_names], [index_names]), [x, index])
 
 
 def _scatter(call: Call) -> OpRule | None:
-    """x[i, index[i, j]] = source[i, j], or plus: whole along the dimension, parallel along others."""
+    """Returns the rule of x[i, index[i, j]] = source[i, j], or +=: whole along the dimension, parallel along others."""
     x = call.inputs[0].shape
     if not x or len(call.inputs) == 1:
         return None
@@ -158,7 +159,7 @@ def _index_add(call: Call) -> OpRule | None:
 def _cat(call: Call) -> OpRule | None:
     dim = int(call.argument(1, "dim", 0))
     if any(len(x.shape) != len(call.outputs[0].shape) for x in call.inputs):
-        return None  # empty vectors, which torch leaves out
+        return None  # empty vectors, which torch skips
     if len({x.dtype for x in call.inputs}) > 1:
         return None
     return OpRule.concat([x.shape for x in call.inputs], dim)

@@ -1,8 +1,9 @@
-"""Sharded: a tensor whose parts lie on the ranks of a mesh."""
+"""Sharded: a tensor whose parts are distributed over the ranks of a mesh."""
 
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,8 +13,8 @@ from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError
 from torch_overlap.mesh._core import Layout
-from torch_overlap.mesh.refused import REFUSED
-from torch_overlap.mesh.tracing import asked, is_argument, is_dynamo_compiling, layout_in_trace
+from torch_overlap.mesh.tracing import as_trace_constant, is_argument, is_dynamo_compiling, layout_in_trace
+from torch_overlap.mesh.unsupported import UNSUPPORTED_METHODS
 from torch_overlap.mesh.value_spec import (
     Spec,
     expect_connected,
@@ -25,22 +26,47 @@ from torch_overlap.mesh.value_spec import (
 )
 
 if TYPE_CHECKING:
-    from torch_overlap.mesh.products import PendingProduct
+    from torch_overlap.mesh.matmuls import DeferredMatmul
 
-__all__ = ["Sharded", "from_local", "maker_of"]
+__all__ = ["Provenance", "Sharded", "from_local", "provenance_of", "register"]
 
 _reshard = torch.ops.torch_overlap.reshard
 
 
-def maker_of(spec: Spec) -> int:
-    """Who makes a value now: 2 in the capture of a CUDA graph, else 1. (0: the caller, who may change it.)"""
+def _unregistered(*args: Any) -> Any:
+    raise StateError("Sharded: expected torch_overlap.mesh to be imported, got a part of it alone")
+
+
+# Modules above this one, which torch_overlap.mesh registers: they construct Sharded values.
+_call: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any] = _unregistered
+_begin_backward: Callable[..., tuple[Tensor, Tensor]] = _unregistered
+_shard: Callable[..., Sharded] = _unregistered
+
+
+def register(call: Callable[..., Any], begin_backward: Callable[..., Any], shard: Callable[..., Any]) -> None:
+    """Sets what Sharded's methods call: a torch function on Sharded values, the start of a backward pass, `shard`."""
+    global _call, _begin_backward, _shard
+    _call, _begin_backward, _shard = call, begin_backward, shard
+
+
+class Provenance(enum.IntEnum):
+    """The creator of a Sharded value, which decides whether the value keeps copies in other layouts."""
+
+    CALLER = 0  # may change it in place: no copies
+    FUNCTION = 1  # a function outside of a capture
+    CAPTURE = 2  # a function in the capture of a CUDA graph: copies serve the same capture only
+
+
+def provenance_of(spec: Spec) -> Provenance:
+    """Returns the provenance of a function's result that is made now."""
     if is_dynamo_compiling() or spec.device.type != "cuda":
-        return 1
-    return 2 if torch.cuda.is_current_stream_capturing() else 1
+        return Provenance.FUNCTION
+    return Provenance.CAPTURE if torch.cuda.is_current_stream_capturing() else Provenance.FUNCTION
 
 
 def _version_of(value: Tensor | Sharded | None) -> int:
-    """How often its memory was written to, as a view of something else too; -1 where torch does not count."""
+    """Returns the number of writes to its memory, including those through other views; -1 if torch does not count
+    them."""
     local = value._local if isinstance(value, Sharded) else value
     return -1 if local is None or is_dynamo_compiling() or local.is_inference() else local._version
 
@@ -52,47 +78,54 @@ def _is_inference() -> bool:
 class Sharded:
     """A tensor of global shape `shape`, of which this rank has `local`.
 
-    Ordinary torch functions, methods and operators take it: each finds the cheapest way to run on what lies where
-    (`propagate`), brings its operands there, and runs on local tensors. Pending sums are reduced where somebody needs
-    them. All ranks call the same functions in the same order. It is no torch.Tensor: local tensors carry the autograd
-    graph, and `grad` is that of `local`.
+    Torch functions, methods and operators accept it: each finds the cheapest way to run on the operands' layouts
+    (`propagate`), moves its operands accordingly, and runs on local tensors. Partial sums are reduced when the value is
+    needed. All ranks must call the same functions in the same order. It is not a torch.Tensor: local tensors carry the
+    autograd graph, and `grad` is that of `local`.
 
-    Not for functions that change a tensor in place (they raise), nor for random ones: work on `local` there. A
-    function's result keeps what it was moved to; where either was changed since, by all ranks, it is moved again.
+    Functions that change a tensor in place raise, and so do random ones: apply them to `local`. A function's result
+    caches the copies that it was moved to; if either was changed since, on all ranks, it is moved again.
 
     Attributes:
-        local: This rank's part. Of a pending value: its term.
-        layout: Where the parts lie.
+        local: This rank's part; the term of a partial value.
+        layout: The layout of the parts.
         mesh: The connected mesh.
     """
 
-    __slots__ = ("__weakref__", "_copies", "_ended", "_local", "_maker", "_product", "spec")
+    __slots__ = ("__weakref__", "_copy_cache", "_deferred_matmul", "_local", "_provenance", "_reduced_copy", "spec")
 
-    def __init__(self, local: Tensor | None, spec: Spec, product: PendingProduct | None = None, maker: int = 0) -> None:
-        self._local, self.spec, self._product, self._maker = local, spec, product, maker
-        self._copies: dict[tuple[str, bool, bool], tuple[int, Any, int]] | None = None
-        self._ended: tuple[Tensor, Spec, bool, int] | None = None
+    def __init__(
+        self,
+        local: Tensor | None,
+        spec: Spec,
+        product: DeferredMatmul | None = None,
+        provenance: Provenance = Provenance.CALLER,
+    ) -> None:
+        self._local, self.spec, self._deferred_matmul, self._provenance = local, spec, product, provenance
+        self._copy_cache: dict[tuple[str, bool, bool], tuple[int, Any, int]] | None = None
+        self._reduced_copy: tuple[Tensor, Spec, bool, int] | None = None
 
-    # --- What it is
+    # --- Properties
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, of shape spec.local_shape; of a pending value its term. A product that waits is computed.
+        """This rank's part, of shape spec.local_shape; the term of a partial value. Computes a deferred product.
 
-        Valid on the current stream; it carries the autograd graph. Assigning one replaces the value's part.
+        Valid on the current stream; it carries the autograd graph. Assigning a tensor replaces the value's part.
         """
         if self._local is None:
-            assert self._product is not None
-            self._local = self._product.compute()
+            assert self._deferred_matmul is not None
+            self._local = self._deferred_matmul.compute()
         return self._local
 
     @local.setter
     def local(self, value: Tensor) -> None:
-        self._local, self._product, self._copies, self._ended, self._maker = value, None, None, None, 0
+        self._local, self._deferred_matmul, self._provenance = value, None, Provenance.CALLER
+        self._copy_cache = self._reduced_copy = None
 
     @property
     def layout(self) -> Layout:
-        """Where the parts lie."""
+        """The layout of the parts."""
         return layout_in_trace(self.spec) if is_dynamo_compiling() else self.spec.layout
 
     @property
@@ -117,23 +150,27 @@ class Sharded:
 
     @property
     def ndim(self) -> int:
-        """How many dimensions."""
+        """Number of dimensions."""
         return len(self.spec.shape)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether this rank's part requires a gradient."""
+        """True if this rank's part requires a gradient."""
         local = self._local
-        return local.requires_grad if local is not None else bool(self._product and self._product.requires_grad)
+        return (
+            local.requires_grad
+            if local is not None
+            else bool(self._deferred_matmul and self._deferred_matmul.requires_grad)
+        )
 
     @property
     def is_leaf(self) -> bool:
-        """Whether this rank's part is a leaf of the autograd graph."""
+        """True if this rank's part is a leaf of the autograd graph."""
         return self.local.is_leaf
 
     @property
     def grad(self) -> Sharded | None:
-        """The gradient, as it lies: see gradient_layout."""
+        """The gradient, in the layout of gradient_layout."""
         if self.local.grad is None:
             return None
         layout = gradient_of(self.spec).layout
@@ -146,43 +183,43 @@ class Sharded:
         self.local.grad = None
 
     def dim(self) -> int:
-        """How many dimensions."""
+        """Returns the number of dimensions."""
         return len(self.spec.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """The global shape, or of it one dimension."""
+        """Returns the global shape, or the size of one dimension."""
         return self.spec.shape if dim is None else self.spec.shape[dim]
 
     def numel(self) -> int:
-        """How many elements the whole value has."""
+        """Returns the number of elements of the whole value."""
         return self.spec.shape.numel()
 
     def element_size(self) -> int:
-        """Bytes of an element."""
+        """Returns the bytes of an element."""
         return self.spec.dtype.itemsize
 
     def is_floating_point(self) -> bool:
-        """Whether the dtype is one of floating point."""
+        """Returns True if the dtype is a floating point type."""
         return self.spec.dtype.is_floating_point
 
     def get_device(self) -> int:
-        """The index of the device; -1 for a CPU."""
+        """Returns the index of the device; -1 for a CPU."""
         return -1 if self.device.index is None else self.device.index
 
     def type(self, dtype: Any = None, non_blocking: bool = False) -> Any:
-        """The name of the tensor type, as torch.Tensor.type; with `dtype` the value in another one."""
+        """Returns the name of the tensor type, as torch.Tensor.type; with `dtype`, the value in that type."""
         if dtype is None:
             return torch.empty(0, dtype=self.dtype, device=self.device).type()
-        return dispatch.call(Tensor.type, (self, dtype, non_blocking), {})
+        return _call(Tensor.type, (self, dtype, non_blocking), {})
 
     def cpu(self) -> Sharded:
-        """Itself on a mesh of CPUs; elsewhere an error."""
-        out: Sharded = dispatch.call(Tensor.to, (self, "cpu"), {})
+        """Returns itself on a mesh of CPUs; raises on other meshes."""
+        out: Sharded = _call(Tensor.to, (self, "cpu"), {})
         return out
 
     def cuda(self) -> Sharded:
-        """Itself on a mesh of GPUs; elsewhere an error."""
-        out: Sharded = dispatch.call(Tensor.to, (self, "cuda"), {})
+        """Returns itself on a mesh of GPUs; raises on other meshes."""
+        out: Sharded = _call(Tensor.to, (self, "cuda"), {})
         return out
 
     def __len__(self) -> int:
@@ -191,113 +228,128 @@ class Sharded:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Sharded]:
-        return iter(dispatch.call(Tensor.unbind, (self,), {}) if len(self) else ())
+        return iter(_call(Tensor.unbind, (self,), {}) if len(self) else ())
 
     def __repr__(self) -> str:
         return f"Sharded({self.spec}, local {tuple(self.spec.local_shape)})"
 
-    # --- Moving it
+    # --- Moves
 
     def reshard(self, spec: Any) -> Sharded:
-        """The same value in another layout: any spelling of one. Costs what `mesh.plan(...)` says; differentiable."""
-        return self._to(asked(target_of, self.spec, spec))
+        """Returns the same value in another layout: any spelling of one. The cost is that of `mesh.plan(...)`;
+        differentiable."""
+        return self._to(as_trace_constant(target_of, self.spec, spec))
 
     def shard(self, mesh: MeshComms, spec: Any = None, replicated_axes: Sequence[str] = (),
               partial_sum_axes: Sequence[str] = ()) -> Sharded:  # fmt: skip
-        """`torch_overlap.mesh.shard` of it."""
-        from torch_overlap.mesh.communication.shard import shard
-
-        return shard(self, mesh, spec, replicated_axes, partial_sum_axes)
+        """Calls `torch_overlap.mesh.shard` on it."""
+        return _shard(self, mesh, spec, replicated_axes, partial_sum_axes)
 
     def anchor(self) -> Sharded:
-        """The same value, which stays where it lies, and so does what a function makes of it alone, of as many
-        elements (a cast, a transpose; a slice does not): an operator moves its other operands, also where it would be
-        cheaper to move this one, unless there is no other way. For split weights."""
-        return Sharded(self.local, asked(_anchored, self.spec))
+        """Returns the same value, anchored to its layout. A function's result of only this value, with the same number
+        of elements (a cast, a transpose; not a slice), is anchored too. An operator moves its other operands, even if
+        it would be cheaper to move this one, unless there is no other way. For sharded weights."""
+        return Sharded(self.local, as_trace_constant(_anchored, self.spec))
+
+    def _with_local(self, local: Tensor, spec: Spec) -> Sharded:
+        return Sharded(local, spec)
 
     def _reshard(self, layout: Layout) -> Sharded:
         return self._to(spec_of(self.mesh, layout, self.shape, self.dtype))
 
     def _to(self, target: Spec) -> Sharded:
-        return self if target.text == self.spec.text else Sharded(self._moved(target), target, None, maker_of(target))
+        return (
+            self if target.text == self.spec.text else Sharded(self._moved(target), target, None, provenance_of(target))
+        )
 
     def _moved(self, target: Spec) -> Tensor:
-        """The local tensor under another layout.
+        """Returns the local tensor under another layout.
 
-        Results of functions keep what they were moved to, so that each move is made once; what others made (a leaf, a
-        buffer) may change, and is moved each time. Which it is depends on nothing that may differ between ranks. A
-        pending result that was reduced once is moved on from there.
+        Results of functions cache their moved copies, so that each move is made once. Values that the caller made (a
+        leaf, a buffer) may change, and are moved each time. The decision depends on nothing that may differ between
+        ranks. A partial result that was already reduced is moved on from the reduced copy.
         """
         spec = self.spec
         if target.text == spec.text:
             return self.local
-        moved: Tensor | None = self._copy(target.text)
+        moved: Tensor | None = self._cached_copy(target.text)
         if moved is not None:
             return moved
         grad = torch.is_grad_enabled()
-        if self._ended is not None and self._ended[2:] == (grad, _version_of(self._ended[0])):
-            moved = _moved(self._ended[0], self._ended[1], target)
-        elif self._product is not None:
-            moved = self._product.ended(spec, target)
+        if self._reduced_copy is not None and self._reduced_copy[2:] == (grad, _version_of(self._reduced_copy[0])):
+            moved = _moved(self._reduced_copy[0], self._reduced_copy[1], target)
+        elif self._deferred_matmul is not None:
+            moved = self._deferred_matmul.fused_result(spec, target)
         if moved is None:
             moved = _moved(self.local, spec, target)
-        if self._remember(target.text, moved) and self._ended is None and target.is_whole and not spec.is_whole:
-            self._ended = moved, target, grad, _version_of(moved)
+        if (
+            self._cache_copy(target.text, moved)
+            and self._reduced_copy is None
+            and target.is_reduced
+            and not spec.is_reduced
+        ):
+            self._reduced_copy = moved, target, grad, _version_of(moved)
         return moved
 
     def _operand(self, target: Spec) -> Tensor:
-        """The local tensor under another layout, to compute with. Without a gradient a cast is nothing."""
+        """Returns the local tensor under another layout, to compute with. Without a gradient, layouts with the same
+        values need no move."""
         spec = self.spec
         if target.values == spec.values:
             local = self.local
             if target.text == spec.text:
                 return local
-            # Under vmap it is the tensor inside that requires a gradient.
+            # Under vmap the inner tensor is the one that requires a gradient.
             if not is_batchedtensor(local) and not (local.requires_grad and torch.is_grad_enabled()):
                 return local
         return self._moved(target)
 
-    def _keeps(self) -> bool:
-        """Does the value keep what it is moved to? One that was made in a capture only there, others only outside."""
+    def _should_cache_copies(self) -> bool:
+        """Returns True if the value caches its moved copies. A value from a capture does only inside it, others only
+        outside."""
         if is_dynamo_compiling():
-            return not is_argument(self)  # what it was moved to before guards no compiled function
-        return self._maker != 0 and self._maker == maker_of(self.spec)
+            return not is_argument(self)  # earlier moves must not be guards of a compiled function
+        return self._provenance != Provenance.CALLER and self._provenance == provenance_of(self.spec)
 
-    def _copy(self, what: str) -> Any:
-        """What it became before: the local tensor under a layout, or a Sharded of a dtype."""
-        if self._copies is None or not self._keeps():
+    def _cached_copy(self, what: str) -> Any:
+        """Returns a cached copy: the local tensor under a layout, or a Sharded of another dtype."""
+        if self._copy_cache is None or not self._should_cache_copies():
             return None
-        found = self._copies.get((what, torch.is_grad_enabled(), _is_inference()))
+        found = self._copy_cache.get((what, torch.is_grad_enabled(), _is_inference()))
         if found is None or found[0] != _version_of(self._local) or found[2] != _version_of(found[1]):
             return None
         return found[1]
 
-    def _remember(self, what: str, made: Any) -> bool:
-        if not self._keeps():
+    def _cache_copy(self, what: str, made: Any) -> bool:
+        if not self._should_cache_copies():
             return False
-        if self._copies is None:
-            self._copies = {}
-        self._copies[what, torch.is_grad_enabled(), _is_inference()] = _version_of(self._local), made, _version_of(made)
+        if self._copy_cache is None:
+            self._copy_cache = {}
+        self._copy_cache[what, torch.is_grad_enabled(), _is_inference()] = (
+            _version_of(self._local),
+            made,
+            _version_of(made),
+        )
         return True
 
     def full(self) -> Tensor:
-        """The whole tensor, on every rank; with the same gradient on every rank."""
+        """Returns the whole tensor, on every rank; its gradient must be the same on every rank."""
         return self.reshard(None).local
 
     full_tensor = full
 
     def to_local(self) -> Tensor:
-        """This rank's part. Of a pending value it is an error: take `local`, or reshard."""
+        """Returns this rank's part. Raises for a partial value: use `local`, or reshard."""
         if self.layout.partial:
             raise StateError(
-                f"to_local: expected a value that is not pending, got {self.layout}; reshard it, or take .local"
+                f"to_local: expected a value that is not partial, got {self.layout}; reshard it, or take .local"
             )
         return self.local
 
     # --- Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        """On the same mesh; of leaves only, as with tensors."""
+        """Copies the value on the same mesh. Leaves only, as with tensors."""
         return Sharded(copy.deepcopy(self.local, memo), self.spec)
 
     def __reduce__(self) -> NoReturn:
@@ -306,36 +358,39 @@ class Sharded:
     # --- Autograd
 
     def requires_grad_(self, requires_grad: bool = True) -> Sharded:
-        """Changes this rank's part, as torch.Tensor.requires_grad_; returns itself."""
+        """Sets requires_grad of this rank's part, as torch.Tensor.requires_grad_; returns itself."""
         self.local = self.local.requires_grad_(requires_grad)
         return self
 
     def detach(self) -> Sharded:
-        """The same part without its graph, lying alike."""
+        """Returns the same part without its graph, in the same layout."""
         return Sharded(self.local.detach(), self.spec)
 
     def retain_grad(self) -> None:
-        """torch.Tensor.retain_grad of this rank's part: backward() then leaves `grad` on a value that is no leaf."""
+        """Calls torch.Tensor.retain_grad on this rank's part: backward() then leaves `grad` on a value that is not a
+        leaf."""
         self.local.retain_grad()
 
     def backward(self, gradient: Sharded | None = None, retain_graph: bool | None = None,
                  create_graph: bool = False) -> None:  # fmt: skip
-        """Of a scalar, or with a gradient of its shape, which is brought where the gradient belongs."""
-        local, own = autograd.begin(self, gradient)
+        """Runs the backward pass of a scalar, or with a gradient of the value's shape, which is resharded as
+        required."""
+        local, own = _begin_backward(self, gradient)
         local.backward(own, retain_graph, create_graph)
 
     # --- Numbers
 
     def item(self) -> Any:
-        """The number of a value of one element. Collective where it is sharded or pending; waits for the device."""
+        """Returns the number of a value of one element. Collective if it is sharded or partial; waits for the
+        device."""
         return self.full().item()
 
     def tolist(self) -> Any:
-        """full().tolist(): collective where parts differ; waits for the device."""
+        """Returns full().tolist(). Collective if parts differ; waits for the device."""
         return self.full().tolist()
 
     def numpy(self) -> Any:
-        """full().numpy(): on a mesh of CPUs. Collective where parts differ."""
+        """Returns full().numpy(), on a mesh of CPUs. Collective if parts differ."""
         return self.full().numpy()
 
     def __bool__(self) -> bool:
@@ -360,7 +415,7 @@ class Sharded:
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:  # fmt: skip
-        return dispatch.call(func, args, kwargs or {})
+        return _call(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(Tensor, name, None)
@@ -368,7 +423,7 @@ class Sharded:
         if attribute is None or name.startswith("__") or not (callable(attribute) or is_view):
             raise AttributeError(f"'Sharded' object has no attribute '{name}'; .local has those of this rank's part")
         if not callable(attribute):
-            return dispatch.call(attribute.__get__, (self,), {})  # T, mT
+            return _call(attribute.__get__, (self,), {})  # T, mT
         return _method(attribute).__get__(self)
 
 
@@ -383,14 +438,14 @@ def _moved(local: Tensor, spec: Spec, target: Spec) -> Tensor:
 
 def _method(function: Callable[..., Any]) -> Any:
     def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        return dispatch.call(function, (self, *args), kwargs)
+        return _call(function, (self, *args), kwargs)
 
     method.__name__ = function.__name__
     method.__doc__ = f"torch.Tensor.{function.__name__} of the value, brought where that is cheapest."
     return method
 
 
-for _name, _refused in REFUSED.items():
+for _name, _refused in UNSUPPORTED_METHODS.items():
     setattr(Sharded, _name, _refused)
 
 _OPERATORS = """
@@ -403,16 +458,21 @@ for _name in [*(f"__{name}__" for name in _OPERATORS.split()), *(n for n in dir(
 
 
 def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] | None = None) -> Sharded:
-    """A Sharded of what each rank has already; nothing is sent.
+    """Returns a Sharded of each rank's existing local tensor; nothing is sent.
 
-    `spec`: how it lies, any spelling of a layout. `shape`: global; needed where parts are uneven, else it is that of
-    equal parts. A `local` that requires a gradient keeps doing so.
+    A `local` that requires a gradient continues to.
+
+    Args:
+        local: this rank's part.
+        mesh: the connected mesh.
+        spec: its layout, in any spelling.
+        shape: the global shape; required if parts are uneven. Default: that of equal parts.
 
     Raises:
-        InvalidValueError: `local` has not the shape of this rank's part.
+        InvalidValueError: `local` does not have the shape of this rank's part.
     """
     expect_connected("from_local", mesh)
-    return Sharded(local, asked(_spec_of_local, local.shape, local.dtype, mesh, spec, shape))
+    return Sharded(local, as_trace_constant(_spec_of_local, local.shape, local.dtype, mesh, spec, shape))
 
 
 def _spec_of_local(
@@ -428,6 +488,3 @@ def _spec_of_local(
             f"{tuple(local)}; give the global shape"
         )
     return spec_of(mesh, layout, shape, dtype)
-
-
-from torch_overlap.mesh import autograd, dispatch  # noqa: E402 (they need what is above)

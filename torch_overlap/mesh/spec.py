@@ -1,4 +1,4 @@
-"""Ways to write a layout: `P("dp", None)`, and `ShardingSpec` of one `DimSpec` a dimension."""
+"""Notations of a layout: `P("dp", None)`, and `ShardingSpec` with one `DimSpec` per dimension."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Entry = None | str | tuple[str, ...]
 
 
 def _in_order(op: str, value: Any, what: str) -> tuple[Any, ...]:
-    """The items of a sequence. Sets and dicts are none: their order says nothing, and may differ between ranks."""
+    """Returns the items of a sequence. Sets and dicts are refused: their order has no meaning, and may differ between
+    ranks."""
     if isinstance(value, (Set, Mapping, bytes)) or not isinstance(value, Iterable):
         raise InvalidTypeError(
             f"{op}: expected {what}, got {type(value).__name__} {value!r}; write axes as a tuple, from major to minor"
@@ -24,14 +25,15 @@ def _in_order(op: str, value: Any, what: str) -> tuple[Any, ...]:
 
 
 def _axes(op: str, value: Any) -> tuple[str, ...]:
-    """The axes of one dimension."""
+    """Returns the axes of one dimension."""
     return (value,) if isinstance(value, str) else _in_order(op, value, "an axis or a sequence of axes a dimension")
 
 
 class P(tuple[Entry, ...]):
-    """One entry a dimension: None, an axis, or a tuple of axes from major to minor.
+    """One entry per dimension: None, an axis, or a tuple of axes from major to minor.
 
-    Dimensions without an entry are not sharded: `P("dp")` is the batch of any tensor, `P()` a replicated one.
+    Dimensions without an entry are not sharded: `P("dp")` shards the first dimension of any tensor, `P()` is
+    replicated.
     """
 
     def __new__(cls, *entries: Entry | Iterable[str]) -> P:
@@ -46,9 +48,9 @@ class P(tuple[Entry, ...]):
 
 @dataclass(frozen=True)
 class DimSpec:
-    """The axes of one dimension, from major to minor, and what propagation through a graph may do with it.
+    """The axes of one dimension, from major to minor, and its rules for propagation through a graph.
 
-    An open dimension may be sharded further. Priority 0 is the strongest; a dimension that says nothing has none.
+    An open dimension may be sharded further. Priority 0 is the strongest; default: no priority.
     """
 
     axes: tuple[str, ...] = ()
@@ -56,7 +58,7 @@ class DimSpec:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", _axes("DimSpec", self.axes))  # "dp" is ("dp",)
+        object.__setattr__(self, "axes", _axes("DimSpec", self.axes))  # "dp" becomes ("dp",)
         if self.priority < 0:
             raise ValueError(f"DimSpec: expected a priority of at least 0, got {self.priority}")
         if not self.axes and not self.is_open and self.priority != 0:
@@ -68,7 +70,7 @@ class DimSpec:
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """A layout with what propagation may do to it: which dimensions are open, which axes must stay replicated."""
+    """A layout with its rules for propagation: the open dimensions, and the axes that must stay replicated."""
 
     mesh: Mesh
     dim_specs: tuple[DimSpec, ...]
@@ -79,23 +81,26 @@ class ShardingSpec:
         object.__setattr__(self, "dim_specs", tuple(self.dim_specs))
         object.__setattr__(self, "replicated_axes", frozenset(self.replicated_axes))
         object.__setattr__(self, "partial_sum_axes", frozenset(self.partial_sum_axes))
-        # An axis that must stay replicated may appear nowhere else: as an invariant one.
+        # An axis that must stay replicated may appear nowhere else, like an invariant axis.
         Layout(self.mesh, [s.axes for s in self.dim_specs], sorted(self.partial_sum_axes), sorted(self.replicated_axes))
 
     @property
     def layout(self) -> Layout:
-        """Where the tensor lies now."""
+        """The current layout of the tensor."""
         return Layout(self.mesh, [s.axes for s in self.dim_specs], sorted(self.partial_sum_axes))
 
 
 def to_layout(spec: Any, mesh: Mesh, num_dims: int) -> Layout:
-    """The layout of a tensor of `num_dims` dimensions, from any way to write it.
+    """Returns the layout of a tensor of `num_dims` dimensions, from any notation.
 
-    `spec`: a Layout, a ShardingSpec, P(...), the text of a layout, a sequence with an entry a dimension, or None.
+    Args:
+        spec: a Layout, a ShardingSpec, P(...), the text of a layout, a sequence with one entry per dimension, or None.
+        mesh: the mesh of the layout.
+        num_dims: the number of dimensions.
 
     Raises:
-        InvalidTypeError: what is no layout and no sequence, a set or dict say.
-        ValueError: more entries than dimensions, another mesh, or no valid layout.
+        InvalidTypeError: neither a layout nor a sequence, for example a set or dict.
+        ValueError: more entries than dimensions, another mesh, or an invalid layout.
     """
     if isinstance(spec, ShardingSpec):
         spec = spec.layout

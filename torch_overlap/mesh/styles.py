@@ -1,11 +1,10 @@
-"""Plans of parallelize_module on a mesh: what the styles of torch_overlap.nn say about parameters, as layouts."""
+"""Plans of parallelize_module on a mesh: converts the parameters of torch_overlap.nn's styles to layouts."""
 
 from __future__ import annotations
 
 import fnmatch
 import functools
 import glob
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +20,22 @@ if TYPE_CHECKING:
 
 __all__ = ["without_styles"]
 
-# The mesh decides these by itself.
+# Options that the mesh decides itself.
 _DECIDED = {"algorithm": "auto", "require_fused": False, "fp8": None, "keep_gathered": False}
 
 
 def without_styles(
     module: nn.Module, mesh: MeshComms, plan: Mapping[str, Any], axis: str | None
 ) -> tuple[dict[str, Any], list[Callable[[], Any]]]:
-    """The plan with layouts by the names of parameters instead of styles by the names of modules, in its order; and
-    what puts the hooks of the styles on the modules.
+    """Returns the plan with layouts by parameter name instead of styles by module name, in its order; and functions
+    that register the hooks of the styles.
 
     Raises: as shard_module.
     """
-    styles = sys.modules.get("torch_overlap.nn.styles")  # takes DTensor along; nobody has a style without it
-    if styles is None or not any(isinstance(value, styles.Style) for value in plan.values()):
+    if not any(hasattr(value, "split_dims") for value in plan.values()):
         return dict(plan), []
+    from torch_overlap.nn import styles  # imports DTensor, which a plan without styles does not need
+
     axes = mesh.mesh.axes
     name = next(iter(axes)) if axis is None and len(axes) == 1 else axis
     if name not in axes:
@@ -71,7 +71,8 @@ def _check(style: Style) -> None:
 
 
 def _modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """As parallelize_module finds them: a pattern for each part of a name; nothing for the module itself."""
+    """Yields modules as parallelize_module finds them: one pattern per part of a name; an empty pattern for the module
+    itself."""
     wanted = pattern.split(".") if pattern else []
     for name, owner in module.named_modules():
         parts = name.split(".") if name else []
@@ -79,7 +80,7 @@ def _modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]
             yield name, owner
 
 
-# --- What passes between modules ----------------------------------------------------------------
+# --- Values between modules -----------------------------------------------------------------------
 
 
 def _hooks(styles: Any, style: Style, owner: nn.Module, axis: str) -> Iterator[Callable[[], Any]]:
@@ -110,7 +111,8 @@ def _gather_output(_: nn.Module, args: tuple[Any, ...], y: Sharded, *, axis: str
 
 
 def _along(layout: Layout, axis: str, dim: int | None) -> Layout:
-    """The layout with all of `axis` at the end of a dimension; or nowhere, where the value is invariant."""
+    """Returns the layout with all of `axis` at the end of a dimension, or unused if dim is None, which makes the value
+    invariant."""
     dims = [[name for name in names if name.split(":")[0] != axis] for names in layout.dims]
     partial = {name: kind for name, kind in layout.partial.items() if name.split(":")[0] != axis}
     invariant = [name for name in layout.invariant if name.split(":")[0] != axis]

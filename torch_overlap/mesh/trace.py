@@ -1,4 +1,4 @@
-"""A module or function as a graph of the planner: traced by torch.export, one rule an operator."""
+"""A module or function as a graph of the planner: traced by torch.export, one rule per operator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Traced:
-    """A graph and what its values are called.
+    """A graph and the names of its values.
 
     Attributes:
         graph: The operators.
@@ -48,14 +48,18 @@ def trace(
     layouts: Mapping[str, Any] | None = None,
     out_layouts: Sequence[Any] | None = None,
 ) -> Traced:
-    """Traces `target(*args)`; no value is computed, meta tensors do.
+    """Traces `target(*args)`. No value is computed; meta tensors are accepted.
 
-    `layouts`: what is known of inputs, by name (an argument's, or a parameter's as in state_dict); any spelling of a
-    layout, or a ShardingSpec whose open dimensions may be sharded further. The rest is free. `out_layouts`: the same
-    for the results, None where they are free.
+    Args:
+        target: the module or function.
+        args: its arguments.
+        mesh: the mesh of the layouts.
+        layouts: the known layouts of inputs, by name (of an argument, or of a parameter as in state_dict); any spelling
+            of a layout, or a ShardingSpec whose open dimensions may be sharded further. The rest is free.
+        out_layouts: the same for the results, None for free ones.
 
     Raises:
-        ValueError: a layout for an input that is not there, or another number of results.
+        ValueError: a layout for an input that does not exist, or another number of results.
     """
     module = target if isinstance(target, nn.Module) else _Function(target)
     program = torch.export.export(module, tuple(args), strict=False)
@@ -133,7 +137,7 @@ class _Builder:
     def __init__(self, traced: Traced) -> None:
         self.traced, self.graph = traced, traced.graph
         self.numbers: dict[fx.Node, int] = {}
-        self.parts: dict[fx.Node, list[int]] = {}  # of operators with several results
+        self.parts: dict[fx.Node, list[int]] = {}  # for operators with several results
 
     def value(self, node: fx.Node, name: str, layout: Any = None, *, is_parameter: bool = False) -> int:
         shape = _shape(node)
@@ -154,7 +158,7 @@ class _Builder:
             return
         arguments = _flat(node.args) + _flat(list(node.kwargs.values()))
         tensors = [a for a in arguments if isinstance(a, fx.Node) and a in self.numbers]
-        if not tensors:  # arange, zeros: the same everywhere
+        if not tensors:  # arange, zeros: the same on all ranks
             for_all = Layout.replicated(self.graph.mesh, len(_shape(node)))
             self.value(node, node.name, for_all)
             return
@@ -167,7 +171,7 @@ class _Builder:
             self.numbers[node] = made[0]
 
     def _add(self, call: Call, inputs: list[int], name: str) -> list[int]:
-        """Adds an operator, or the ones that it consists of; returns the numbers of its results."""
+        """Adds an operator, or its expansion; returns the numbers of its results."""
         program = None
         if call.name in EXPANSIONS:
             with suppress(UnsupportedError):
@@ -197,7 +201,7 @@ class _Builder:
         return self.graph.add_value(name, made.shape, made.dtype.itemsize, for_all)
 
     def _operands(self, args: Any) -> Any:
-        """Arguments of a Call: operands for what has a value in the graph."""
+        """Returns arguments of a Call, with operands for values of the graph."""
         if isinstance(args, dict):
             return {key: self._operands(value) for key, value in args.items()}
         if isinstance(args, list | tuple):

@@ -1,7 +1,8 @@
-"""The time and traffic of one training step of a transformer, predicted: no rank is needed, thousands can be asked for.
+"""Predicts the time and traffic of one training step of a transformer, for any number of ranks, none of which is
+needed.
 
-A layer is laid out by the planner with tensor and sequence parallelism (columns, then rows, the residual stream in
-parts of the sequence) over the axis `tp`, the batch over `dp`, the layers over `pp`. Times are those of the cost model.
+The planner lays out a layer with tensor and sequence parallelism (columns, then rows, the residual stream in parts of
+the sequence) over the axis `tp`, the batch over `dp`, the layers over `pp`. Times are those of the cost model.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ __all__ = ["Prediction", "best", "meshes_for", "predict", "predict_layer"]
 
 @dataclass
 class Prediction:
-    """One step of training, of the slowest rank. Times in seconds, `traffic` in bytes that a rank sends by axis."""
+    """One training step of the slowest rank. Times in seconds; `traffic` in bytes that a rank sends, by axis."""
 
     model: Transformer
     mesh: Mesh
     batch: int
     micro_batches: int
     compute: float = 0  # products, attention, elementwise
-    moving: float = 0  # collectives inside layers that no product hides
-    gradients: float = 0  # what the reduction of gradients takes beyond the backward pass
-    bubble: float = 0  # ranks that wait for the pipeline
+    moving: float = 0  # collectives inside layers that do not overlap with a product
+    gradients: float = 0  # reduction of gradients, beyond the backward pass
+    bubble: float = 0  # pipeline idle time
     optimizer: float = 0
-    memory: float = 0  # bytes
+    memory: float = 0  # in bytes
     traffic: dict[str, float] = field(default_factory=dict)
-    collectives: list[tuple[str, str, float, float]] = field(default_factory=list)  # of a layer, forward
+    collectives: list[tuple[str, str, float, float]] = field(default_factory=list)  # one layer's, forward
 
     @property
     def seconds(self) -> float:
@@ -42,7 +43,7 @@ class Prediction:
 
     @property
     def flops_per_second(self) -> float:
-        """Of the model, of one rank: six for each parameter and token, and attention."""
+        """Model FLOPS of one rank: six for each parameter and token, and attention."""
         tokens = self.batch * self.model.sequence
         attention = 6 * self.model.layers * self.model.hidden * self.model.sequence
         return tokens * (6 * self.model.parameters + attention) / self.seconds / self.mesh.size
@@ -57,10 +58,16 @@ def predict(
     micro_batches: int | None = None,
     overlap: bool = True,
 ) -> Prediction:
-    """One training step on a mesh with any of the axes dp, tp and pp, of `batch` sequences over all ranks.
+    """Predicts one training step on a mesh with any of the axes dp, tp and pp.
 
-    `micro_batches` (default: one sequence each where there is a pipeline, else all at once) are run one after the
-    other. `overlap`: products hide the collectives beside them, as the fused operators do.
+    Args:
+        model: the shapes of the model.
+        mesh: the mesh.
+        batch: sequences over all ranks.
+        cost: the cost model. Default: H200s.
+        micro_batches: number of micro-batches, run one after the other. Default: one sequence each with a pipeline,
+            else 1.
+        overlap: if True, products overlap with adjacent collectives, as in the fused operators.
 
     Raises:
         ValueError: sizes that the mesh does not divide.
@@ -104,7 +111,7 @@ def predict(
 def predict_layer(
     model: Transformer, mesh: Mesh, *, batch: int, cost: CostModel | None = None, overlap: bool = True
 ) -> float:
-    """Seconds of one layer, forward and backward, of `batch` sequences over all ranks; no optimizer.
+    """Returns the seconds of one layer, forward and backward, for `batch` sequences over all ranks; no optimizer.
 
     Raises:
         ValueError: sizes that the mesh does not divide.
@@ -117,7 +124,8 @@ def predict_layer(
 
 
 def meshes_for(model: Transformer, ranks: int, batch: int, ranks_per_host: int) -> Iterator[Mesh]:
-    """Every (pp, dp, tp) of so many ranks that divides the model and the batch, tp inside a host."""
+    """Yields every (pp, dp, tp) with this number of ranks that divides the model and the batch, with tp inside a
+    host."""
     for tp in _divisors(min(ranks, ranks_per_host)):
         if model.heads % tp or model.kv_heads % tp or model.sequence % tp or ranks % tp:
             continue
@@ -144,14 +152,14 @@ def _check(model: Transformer, mesh: Mesh, batch: int) -> None:
 
 
 class _Layer:
-    """The forward graph of one layer: x [sequence, batch, hidden], laid out as Megatron does."""
+    """The forward graph of one layer: x [sequence, batch, hidden], laid out as in Megatron."""
 
     def __init__(self, model: Transformer, mesh: Mesh, batch: int) -> None:
         self.graph, self.mesh = Graph(mesh), mesh
         dp, tp = (mesh.axes.get(name, 1) for name in ("dp", "tp"))
         self.eager, self.elements = model.eager, model.sequence * batch / dp / tp * model.hidden
-        self.ops: list[str] = []  # of each node
-        self.gathered: dict[int, list[int]] = {}  # a value -> the products that take it
+        self.ops: list[str] = []  # by node
+        self.gathered: dict[int, list[int]] = {}  # a value -> the products that consume it
         s, d, h, kv, e = model.sequence, model.hidden, model.heads, model.kv_heads, model.hidden // model.heads
         rows, whole = (s, batch, d), model.residual_size
         self.residual = self._layout("tp", "dp", None)
@@ -171,7 +179,8 @@ class _Layer:
         self._add(x, self._row("down", g, wide, d), rows, whole)
 
     def seconds(self, plan: GraphPlan, cost: CostModel) -> float:
-        """Forward and backward, which has two products for each of forward's, without what is sent."""
+        """Returns the seconds of forward and backward, without communication. Backward has two products for each
+        forward one."""
         if self.eager is None:
             return 3 * plan.compute
         # A rank has its share of rows or of heads.
@@ -219,8 +228,8 @@ class _Layer:
 
 
 def _exposed(layer: _Layer, plan: GraphPlan, cost: CostModel, overlaps: bool) -> float:
-    """Seconds of a layer's collectives that the products beside them do not hide: those that take what is gathered,
-    and the one whose result is scattered."""
+    """Returns the seconds of a layer's collectives that do not overlap with adjacent products: the consumers of a
+    gathered value, or the producer of a scattered one."""
 
     def beyond(plan: Plan, product: float) -> float:
         if len(plan.steps) != 1 or not overlaps:
@@ -240,7 +249,8 @@ def _exposed(layer: _Layer, plan: GraphPlan, cost: CostModel, overlaps: bool) ->
 
 
 def _head_seconds(model: Transformer, sequences: int, tp: int, cost: CostModel) -> float:
-    """Embedding, last norm and head on a rank's own rows; the last stage has them, and it is the slowest."""
+    """Returns the seconds of embedding, last norm and head on a rank's own rows. The last stage has them, and is the
+    slowest."""
     rows = sequences * model.sequence / tp
     norm = cost.elementwise(rows * model.hidden * (2 * model.residual_size + 2))
     logits = cost.elementwise(rows * model.vocabulary * 4)
@@ -260,13 +270,13 @@ def _pipeline(out: Prediction, cost: CostModel, one: float) -> None:
     size = rows * out.model.hidden * 2
     send = cost.collective("permute", out.mesh.links("pp"), size)
     out.bubble = (pp - 1) * one
-    out.moving += 2 * (pp - 1) * send  # the others are hidden behind the next micro-batch
+    out.moving += 2 * (pp - 1) * send  # the others overlap with the next micro-batch
     out.traffic["pp"] = 2 * out.micro_batches * size
 
 
 def _gradients(out: Prediction, cost: CostModel, *, backward: float) -> None:
-    """Gradients in fp32: over dp while the backward pass runs, but for the last bucket, or after it; replicated ones
-    over tp."""
+    """Adds the reduction of gradients in fp32: over dp while the backward pass runs, except for the last bucket, or
+    after it if eager; replicated ones over tp."""
     model = out.model
     dp, tp, pp = (out.mesh.axes.get(name, 1) for name in ("dp", "tp", "pp"))
     if dp > 1:
@@ -287,6 +297,6 @@ def _gradients(out: Prediction, cost: CostModel, *, backward: float) -> None:
 def best(
     model: Transformer, ranks: int, batch: int, ranks_per_host: int, cost: CostModel, memory: float
 ) -> Sequence[Prediction]:
-    """A prediction for every mesh that fits into so much memory, the fastest first."""
+    """Returns a prediction for every mesh that fits into `memory` bytes, fastest first."""
     found = [predict(model, mesh, batch=batch, cost=cost) for mesh in meshes_for(model, ranks, batch, ranks_per_host)]
     return sorted((p for p in found if p.memory <= memory), key=lambda p: (p.seconds, str(p.mesh)))

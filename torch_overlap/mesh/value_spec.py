@@ -1,4 +1,4 @@
-"""Spec: what a Sharded is, apart from its numbers; and what layouts mean for values and gradients."""
+"""Spec: the metadata of a Sharded; and the meaning of layouts for values and gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch_overlap._C import InvalidTypeError, MeshComms
 from torch_overlap.mesh._core import Layout, Mesh
 from torch_overlap.mesh.spec import to_layout
-from torch_overlap.mesh.tracing import Named
+from torch_overlap.mesh.tracing import TraceConstant
 
 __all__ = [
     "Spec",
@@ -20,28 +20,28 @@ __all__ = [
     "gradient_of",
     "layout_of",
     "ranks_of",
+    "replicated_spec",
     "spec_of",
     "target_of",
     "used_axes",
-    "whole_of",
     "with_invariant_rest",
 ]
 
-MOST_SPECS = 1 << 16
+MAX_SPECS = 1 << 16
 
 
-class Spec(Named):
-    """What a Sharded is, apart from its numbers. One object for equal ones: compared by identity.
+class Spec(TraceConstant):
+    """The metadata of a Sharded. Equal ones are one object, compared by identity.
 
     Attributes:
         mesh, layout, shape (global), dtype.
-        text, name: The layout in words, and the name of the mesh, as operators take them.
-        values: The layout in words without what is invariant, which only gradients depend on.
-        is_whole: Is the value not pending?
-        anchored: Operators bring other operands to this one.
-        device: That of the mesh.
-        recipes: How functions run on this mesh; see dispatch.
-        targets, gradient: What target_of and gradient_of found.
+        text, name: The layout as text, and the name of the mesh, as arguments of operators.
+        values: The layout as text without the invariant axes, which only gradients depend on.
+        is_reduced: True if the value is not partial.
+        anchored: True if operators move other operands instead of this one.
+        device: The device of the mesh.
+        recipes: The recipes of functions on this mesh; see dispatch.
+        targets, gradient: Cached results of target_of and gradient_of.
     """
 
     __slots__ = (
@@ -49,7 +49,7 @@ class Spec(Named):
         "device",
         "dtype",
         "gradient",
-        "is_whole",
+        "is_reduced",
         "layout",
         "mesh",
         "name",
@@ -68,7 +68,7 @@ class Spec(Named):
         self.text, self.values = str(layout), str(layout.with_invariant(None))
         self.name, self.device = mesh.name, mesh.comm.get_device()
         self.recipes: dict[Any, Any] = mesh._recipes
-        self.is_whole = not layout.partial
+        self.is_reduced = not layout.partial
         self.targets: dict[Any, Spec] = {}
         self.gradient: Spec | None = None
 
@@ -90,30 +90,30 @@ class Spec(Named):
 
     @property
     def largest_shape(self) -> tuple[int, ...]:
-        """The largest local shape: that of the first rank of the mesh, and the same answer on every rank."""
+        """Returns the largest local shape: that of the first rank of the mesh, and the same answer on every rank."""
         return self.layout.local_shape(self.shape, self.mesh.mesh.ranks[0])
 
 
 def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.dtype, anchored: bool = False) -> Spec:
-    """The Spec of these: the same object for the same ones."""
+    """Returns the Spec of these values: the same object for equal ones."""
     size = torch.Size(shape)
     key = (layout, size, dtype, anchored)
     spec: Spec | None = mesh._specs.get(key)
     if spec is None:
-        if len(mesh._specs) >= MOST_SPECS:  # those in use live on
+        if len(mesh._specs) >= MAX_SPECS:  # Specs in use stay alive
             mesh._specs.clear()
             mesh._recipes.clear()
         spec = mesh._specs[key] = Spec(mesh, layout, size, dtype, anchored)
     return spec
 
 
-def whole_of(mesh: MeshComms, shape: Sequence[int], dtype: torch.dtype) -> Spec:
-    """The Spec of a value that every rank has, and knows the whole gradient of."""
+def replicated_spec(mesh: MeshComms, shape: Sequence[int], dtype: torch.dtype) -> Spec:
+    """Returns the Spec of a value that every rank has whole, and whose gradient every rank has whole."""
     return spec_of(mesh, with_invariant_rest(Layout.replicated(mesh.mesh, len(shape))), shape, dtype)
 
 
 def target_of(spec: Spec, to: Any) -> Spec:
-    """The Spec of the same value in another layout: any spelling of one."""
+    """Returns the Spec of the same value in another layout: any spelling of one."""
     try:
         found = spec.targets.get(to)
     except TypeError:  # a spelling with lists, which have no hash
@@ -128,14 +128,14 @@ def _target_of(spec: Spec, to: Any) -> Spec:
 
 
 def gradient_of(spec: Spec) -> Spec:
-    """The Spec of the gradient of a value."""
+    """Returns the Spec of the gradient of a value."""
     if spec.gradient is None:
         spec.gradient = spec_of(spec.mesh, gradient_layout(spec.layout), spec.shape, spec.dtype)
     return spec.gradient
 
 
 def expect_connected(who: str, mesh: object) -> None:
-    """Refuses what cannot communicate: a planner's Mesh, a DeviceMesh, a name."""
+    """Raises InvalidTypeError for a mesh that cannot communicate: a planner's Mesh, a DeviceMesh, a name."""
     if not isinstance(mesh, MeshComms):
         raise InvalidTypeError(
             f"{who}: expected a mesh with communicators, got {mesh!r} ({type(mesh).__name__}); "
@@ -144,8 +144,8 @@ def expect_connected(who: str, mesh: object) -> None:
 
 
 def layout_of(spec: Any, mesh: MeshComms, num_dims: int) -> Layout:
-    """A layout from any way to write one. What P, a ShardingSpec or entries leave out is invariant: the same value on
-    all ranks, and the same gradient. A Layout, or its text, is taken as it is."""
+    """Returns a layout from any notation. Axes that P, a ShardingSpec or entries omit are invariant: the same value on
+    all ranks, and the same gradient. A Layout, or its text, is used unchanged."""
     layout = to_layout(spec, mesh.mesh, num_dims)
     if isinstance(spec, Layout | str):
         return layout
@@ -153,13 +153,13 @@ def layout_of(spec: Any, mesh: MeshComms, num_dims: int) -> Layout:
 
 
 def with_invariant_rest(layout: Layout) -> Layout:
-    """The layout with every axis that it does not use made invariant, and the rest of one that it uses in part."""
+    """Returns the layout with every unused axis made invariant, and the rest of every partly used axis."""
     plain = layout.with_invariant(None)
     return plain.with_invariant(unused_axes(plain))
 
 
 def unused_axes(layout: Layout) -> list[str]:
-    """The axes along which nothing is said: local tensors are replicated. Of an axis that is used in part, the rest."""
+    """Returns the unused axes, along which local tensors are replicated. For a partly used axis, the rest of it."""
     mesh = layout.mesh
     names = [*(name for dim in layout.dims for name in dim), *layout.partial, *layout.invariant]
     unused = []
@@ -175,17 +175,17 @@ def unused_axes(layout: Layout) -> list[str]:
 
 
 def ranks_of(mesh: Mesh, axes: Iterable[str]) -> int:
-    """How many ranks these axes, or parts of axes, join."""
+    """Returns the number of ranks along these axes, or parts of axes."""
     return math.prod(mesh.axis(axis).size for axis in axes)
 
 
 def used_axes(layout: Layout) -> set[str]:
-    """The axes along which local tensors differ: sharded, or pending."""
+    """Returns the axes along which local tensors differ: sharded or partial."""
     names = {name for dim in layout.dims for name in dim} | set(layout.partial)
     return {name.split(":")[0] for name in names}
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """How the gradient of a value with this layout lies: pending where the value is replicated, and the other way
-    round; sharded and invariant as the value is."""
+    """Returns the layout of the gradient of a value: partial where the value is replicated, and vice versa; sharded and
+    invariant as the value is."""
     return layout.with_partial(unused_axes(layout))

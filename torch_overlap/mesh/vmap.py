@@ -1,4 +1,4 @@
-"""vmap: a function of one example, on Sharded batches."""
+"""vmap: maps a function of one example over Sharded batches."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ def vmap(
     out_dims: Any = 0,
     spmd_axis_name: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
-    """`fn`, a function of one example, as a function of batches: torch.vmap, of Sharded values and plain tensors.
+    """Maps `fn`, a function of one example, over batches: torch.vmap for Sharded values and plain tensors.
 
-    logits = vmap(model, in_dims=(0, None), spmd_axis_name="dp")(tokens, weight)
+        logits = vmap(model, in_dims=(0, None), spmd_axis_name="dp")(tokens, weight)
 
-    Inside, the mapped dimension is in no shape and no layout, and dimensions count without it. Each rank runs its
-    examples at once, and a collective moves all of them in one call. Where axes of the mesh shard the mapped dimension,
-    values inside are on a mesh of the other axes: `fn` cannot communicate between examples. Arguments come to that
-    mesh; values that `fn` takes from elsewhere do not, so give weights as arguments (in_dims None).
+    Inside, shapes and layouts do not contain the mapped dimension, and dimensions count without it. Each rank runs its
+    examples at once, and a collective moves all of them in one call. If axes of the mesh shard the mapped dimension,
+    values inside are on a mesh of the other axes: `fn` cannot communicate between examples. Arguments are converted to
+    that mesh; values that `fn` captures are not, so pass weights as arguments (in_dims None).
 
     Args:
-        fn: of Sharded values, tensors and anything else, in nested tuples, lists and dicts; it returns tensors.
-        in_dims, out_dims: as of torch.vmap: the mapped dimension of each argument and result, or None.
+        fn: a function of Sharded values, tensors and anything else, in nested tuples, lists and dicts; it returns
+            tensors.
+        in_dims, out_dims: as for torch.vmap: the mapped dimension of each argument and result, or None.
         spmd_axis_name: the axes that shard the mapped dimension; an argument whose mapped dimension is whole is cut,
-            which sends nothing. Without it they are those of the arguments.
+            which sends nothing. Default: those of the arguments.
 
     An argument that is not mapped is gathered along those axes if it is sharded there, and its gradient is the sum over
-    all examples. The mapped dimension of a result is sharded as those of the arguments.
+    all examples. The mapped dimension of a result is sharded like those of the arguments.
 
-    The first call with other axes makes the mesh of the rest: it is collective over all ranks, and not for a CUDA graph
-    capture. Products are not fused with communication inside.
+    The first call with other axes makes the mesh of the remaining ones: it is collective over all ranks, and not
+    allowed in a CUDA graph capture. Products are not fused with communication inside.
 
     Raises:
-        InvalidValueError: mapped dimensions of several sizes or layouts, or of a size that the ranks along the axes do
-            not divide; Sharded values of several meshes; a mapped result with out_dims None.
-        InvalidTypeError: a plain tensor that is mapped, or a mapped result, where axes shard the mapped dimension.
+        InvalidValueError: mapped dimensions of different sizes or layouts, or of a size that the ranks along the axes
+            do not divide; Sharded values of several meshes; a mapped result with out_dims None.
+        InvalidTypeError: a plain tensor that is mapped, or a mapped result, if axes shard the mapped dimension.
     """
     named = [spmd_axis_name] if isinstance(spmd_axis_name, str) else list(spmd_axis_name or ())
 
@@ -74,7 +75,7 @@ def vmap(
 
 
 def _dims(what: str, dims: Any, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[int | None]:
-    """The dimension of each leaf. A bare leaf takes a tuple of one as well."""
+    """Returns the dimension of each leaf. A bare leaf also accepts a tuple of one."""
     if isinstance(dims, list):
         dims = tuple(dims)
     if isinstance(dims, tuple) and len(dims) == 1 and structure.is_leaf():
@@ -100,7 +101,7 @@ def _dims(what: str, dims: Any, leaves: Sequence[Any], structure: pytree.TreeSpe
 
 
 class _Result:
-    """A result of `fn`: what leaves torch.vmap, or does not take part in it."""
+    """A result of `fn`: a local tensor that leaves torch.vmap, or any other value."""
 
     def __init__(self, value: Any, dim: int | None) -> None:
         self.spec = value.spec if isinstance(value, Sharded) else None
@@ -114,11 +115,11 @@ class _Result:
 
 
 class _Batch:
-    """The arguments, as torch.vmap takes them.
+    """The arguments, in the form of torch.vmap.
 
     Attributes:
-        locals, dims: Tensors, or what is none, and their mapped dimensions.
-        specs: What those of Sharded arguments are inside.
+        locals, dims: Tensors, or other values, and their mapped dimensions.
+        specs: The Specs inside of the Sharded arguments.
     """
 
     def __init__(self, leaves: Sequence[Any], dims: Sequence[int | None], named: Sequence[str]) -> None:
@@ -137,7 +138,7 @@ class _Batch:
         self.specs = [spec for _, spec in entered]
 
     def _mapped_axes(self, mapped: Sequence[tuple[Any, int]], named: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes that shard the mapped dimension."""
+        """Returns the axes that shard the mapped dimension."""
         values = [(x, dim) for x, dim in mapped if isinstance(x, Sharded)]
         found = {x.layout.dims[dim] for x, dim in values}
         if named:
@@ -166,7 +167,7 @@ class _Batch:
         return tuple(axes)
 
     def _enter(self, leaf: Any, dim: int | None) -> tuple[Any, Spec | None]:
-        """The local tensor of an argument, and what it is inside."""
+        """Returns the local tensor of an argument, and its Spec inside."""
         if not isinstance(leaf, Sharded):
             if dim is not None and self._axes:
                 raise InvalidTypeError(
@@ -196,7 +197,7 @@ class _Batch:
         return leaf.local, spec_of(self._inner, inside, shape, leaf.dtype, leaf.spec.anchored)
 
     def leave(self, result: _Result, batched: Any) -> Any:
-        """A result, with its batch dimension."""
+        """Returns a result with its batch dimension."""
         spec, dim = result.spec, result.dim
         local = result.local if dim is None else next(batched).movedim(0, dim)
         if spec is None:

@@ -1,9 +1,9 @@
-"""Modules of tensor-parallel models, whose matrix products communicate while they multiply.
+"""Modules of tensor-parallel models, whose matrix products overlap with communication.
 
-    up = to.nn.ColumnParallelLinear(4096, [11008, 11008], comm, bias=False)  # gate and up, of one gather
+    up = to.nn.ColumnParallelLinear(4096, [11008, 11008], comm, bias=False)  # gate and up share one gather
     down = to.nn.RowParallelLinear(11008, 4096, comm, bias=False)
 
-`torch_overlap.nn.styles` puts them into a model that exists, by torch's `parallelize_module`. See docs/modules.md.
+`torch_overlap.nn.styles` applies them to an existing model through torch's `parallelize_module`. See docs/modules.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """styles imports DTensor, which takes half a second: only where it is used."""
+    """Imports styles lazily, since it imports DTensor, which is slow."""
     if name == "styles":
         return importlib.import_module("torch_overlap.nn.styles")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,9 @@
 """The products of layers on 8-bit floats. Gradients of the first order only.
 
-What travels is 8-bit where operands are gathered, and has the dtype of the result where partial products are summed.
-y and dx are the scaled operators, which overlap.
+Gathered operands are sent in 8 bits, partial products in the dtype of the result. y and dx come from the scaled
+operators, which overlap.
 
-With scales of blocks x and y are matrices here, whose rows are in the order of the ranks, along dimension 0.
+With block scales x and y are matrices here, whose rows are in rank order along dimension 0.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_overlap.nn import _choice
-from torch_overlap.nn._float8_operands import (
-    Operand,
-    begin_kept,
-    columns_of,
-    gathered_kept,
-    quantize_backward,
-    quantize_forward,
-    weights_of,
-)
-from torch_overlap.nn._float8_products import (
+from torch_overlap.nn import _algorithm_checks
+from torch_overlap.nn._float8_gemms import (
     Plan,
     Scaled,
-    begin_gather,
+    all_gather_gemms,
     bias_grad,
-    gather_products,
+    gemm_reduce_scatter,
     materialized,
     product,
-    product_scatter,
+    start_all_gather,
+)
+from torch_overlap.nn._float8_operands import (
+    Operand,
+    columns_of,
+    quantize_backward,
+    quantize_forward,
+    start_gather_for_backward,
+    wait_gather_for_backward,
+    weights_of,
 )
 from torch_overlap.nn.float8 import Float8State
 from torch_overlap.ops._arguments import group
 
 _ops = torch.ops.torch_overlap
-ALGORITHMS = ("auto", "sequential", "chunked", "ring", "bulk")
+ALGORITHMS = ("auto", "sequential", "pipelined", "p2p", "bulk")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def column_products(
+def column_parallel_linear(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -52,10 +52,10 @@ def column_products(
     algorithm: str,
     keep_gathered: bool,
 ) -> list[Tensor]:
-    """linear(all_gather(x, dim), w, b) for each of this rank's weights and biases.
+    """Computes linear(all_gather(x, dim), w, b) for each of this rank's weights and biases.
 
-    dim None: x is whole on every rank and so is its gradient, the sum of all ranks' products. keep_gathered: what the
-    gradients of the weights need of all ranks' rows is kept, in 8 bits.
+    dim None: x is whole on every rank and so is its gradient, the sum of all ranks' products. keep_gathered: keeps, in
+    8 bits, the data of all ranks' rows that the gradients of the weights need.
     """
     plan = _plan("ColumnParallelLinear", x, weights, state, dim, algorithm)
     rows = _to_rows(x, dim) if plan.block else x
@@ -63,22 +63,22 @@ def column_products(
     mine, weight = quantize_forward(plan, state, rows, weights, x_columns=trains and plan.block > 0,
                                     w_columns=plan.is_training and x.requires_grad, ranks=1)  # fmt: skip
     found: tuple[Tensor, ...] = _Column.apply(  # type: ignore[no-untyped-call]
-        _of_rows(plan), state, keep_gathered, *mine, *weight, rows, *weights, *biases
+        _as_row_plan(plan), state, keep_gathered, *mine, *weight, rows, *weights, *biases
     )
     outputs = list(found[: len(weights)])
     return [_from_rows(y, x, dim, plan.size, 1) for y in outputs] if plan.block else outputs
 
 
-def row_product(
+def row_parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Float8State, dim: int | None, algorithm: str
 ) -> Tensor:
-    """reduce_scatter(linear(x, weight), dim) + bias. dim None: an all_reduce, and the gradient is whole."""
+    """Computes reduce_scatter(linear(x, weight), dim) + bias. dim None: an all_reduce, and the gradient is whole."""
     plan = _plan("RowParallelLinear", x, [weight], state, dim, algorithm)
     rows = _to_rows(x, dim) if plan.block else x
     mine, other = quantize_forward(plan, state, rows, [weight], x_columns=plan.is_training and weight.requires_grad,
                                    w_columns=plan.is_training and x.requires_grad, ranks=_ranks(plan))  # fmt: skip
     output: Tensor = _Row.apply(  # type: ignore[no-untyped-call]
-        _of_rows(plan), state, *mine, *other, rows, weight, bias
+        _as_row_plan(plan), state, *mine, *other, rows, weight, bias
     )
     return _from_rows(output, x, dim, 1, plan.size) if plan.block else output
 
@@ -93,7 +93,7 @@ def _plan(who: str, x: Tensor, weights: Sequence[Tensor], state: Float8State, di
         what = "gather_dim" if who == "ColumnParallelLinear" else "scatter_dim"
         raise ValueError(f"{who}: expected {what} to be a dimension of rows, got {dim}, for shape "
                          f"{list(x.shape)}. The features are last.")  # fmt: skip
-    _choice.expect_algorithm(who, algorithm, ALGORITHMS)
+    _algorithm_checks.expect_algorithm(who, algorithm, ALGORITHMS)
     sizes = tuple(w.size(0) for w in weights)
     recipe, (name, size) = state.recipe, group(state.comm)
     scatters = who == "RowParallelLinear" and dim is not None
@@ -108,22 +108,23 @@ def _plan(who: str, x: Tensor, weights: Sequence[Tensor], state: Float8State, di
                 torch.is_grad_enabled())  # fmt: skip
 
 
-def _of_rows(plan: Plan) -> Plan:
+def _as_row_plan(plan: Plan) -> Plan:
     return plan._replace(dim=0) if plan.block and plan.dim is not None else plan
 
 
 def _ranks(plan: Plan) -> int:
-    """Whose rows a whole matrix has: of how many ranks."""
+    """Returns the number of ranks whose rows a whole matrix has."""
     return 1 if plan.dim is None else plan.size
 
 
 def _to_rows(x: Tensor, dim: int | None) -> Tensor:
-    """[rows, features], where `dim` changes slowest."""
+    """Returns [rows, features], with `dim` outermost."""
     return (x if dim is None else x.movedim(dim, 0)).flatten(0, -2).contiguous()
 
 
 def _from_rows(rows: Tensor, x: Tensor, dim: int | None, times: int, parts: int) -> Tensor:
-    """The shape of x but for the features, and for `dim`, which has `times` / `parts` as many rows."""
+    """Returns rows in the shape of x except for the features, and for `dim`, whose size is multiplied by `times` /
+    `parts`."""
     if dim is None:
         return rows.view(*x.shape[:-1], rows.size(-1))
     first, *others = x.movedim(dim, 0).shape[:-1]
@@ -137,20 +138,25 @@ class _Column(torch.autograd.Function):
                 w_columns: Tensor | None, w_columns_scale_inv: Tensor | None, x: Tensor,
                 *parameters: Any) -> tuple[Tensor, ...]:  # fmt: skip
         mine = Operand(x8, x_scale_inv, x_columns, x_columns_scale_inv)
-        begun = begin_kept(plan, mine.transposed) if keep_gathered and plan.block else []  # travels under the products
-        outputs, gathered = gather_products(plan, mine.rows, weights_of(plan, w8, w_scale_inv),
+        pending_gathers = (
+            start_gather_for_backward(plan, mine.transposed) if keep_gathered and plan.block else []
+        )  # overlaps with the products
+        outputs, gathered = all_gather_gemms(plan, mine.rows, weights_of(plan, w8, w_scale_inv),
                                             parameters[len(plan.sizes) :], split_accumulator=plan.split_accumulator,
                                             return_gathered=keep_gathered and not plan.block)  # fmt: skip
         if not keep_gathered:
             return tuple(outputs)
-        return (*outputs, *(gathered_kept(plan, begun, mine.transposed) if plan.block else (gathered,)))
+        return (
+            *outputs,
+            *(wait_gather_for_backward(plan, pending_gathers, mine.transposed) if plan.block else (gathered,)),
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         plan, state, keep_gathered, *mine, _, _, w_columns, w_scale_inv = inputs[:11]
         ctx.plan, ctx.state, ctx.is_gathered = plan, state, keep_gathered or plan.dim is None
         ctx.dtypes = [None if t is None else t.dtype for t in inputs[11:]]
-        kept = tuple(mine[2:] if plan.block else mine[:2])  # as Operand.kept
+        kept = tuple(mine[2:] if plan.block else mine[:2])  # same as Operand.kept
         if keep_gathered:
             gathered = output[len(plan.sizes) :]
             ctx.mark_non_differentiable(*gathered)
@@ -163,30 +169,30 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Any, ...]:
         plan, (x_dtype, *dtypes) = ctx.plan, ctx.dtypes
         *kept, w_columns, w_scale_inv = ctx.saved_tensors
-        x_wanted, *wanted = ctx.needs_input_grad[11:]
+        needs_x_grad, *wanted = ctx.needs_input_grad[11:]
         count = len(plan.sizes)
         if all(grad is None for grad in output_grads[:count]):
             return (None,) * (12 + len(wanted))
         grads = materialized(output_grads[:count], plan.sizes)
-        weights_wanted = any(wanted[:count])
+        needs_weight_grads = any(wanted[:count])
         x_grad = None
         found: list[Tensor | None] = [None] * count
-        if x_wanted or weights_wanted:
-            grad = quantize_backward(plan, ctx.state, grads, columnwise=weights_wanted, ranks=_ranks(plan))
+        if needs_x_grad or needs_weight_grads:
+            grad = quantize_backward(plan, ctx.state, grads, columnwise=needs_weight_grads, ranks=_ranks(plan))
             is_bulk = plan.algorithm == "bulk" and plan.dim is not None
-            gathers = weights_wanted and not ctx.is_gathered
+            gathers = needs_weight_grads and not ctx.is_gathered
             if gathers:
-                begun = begin_kept(plan, kept)  # travels under dx
-            if x_wanted and is_bulk:
+                pending_gathers = start_gather_for_backward(plan, kept)  # overlaps with dx
+            if needs_x_grad and is_bulk:
                 x_grad = product(grad.rows, (w_columns, w_scale_inv), plan.dtype, plan.mode)
-            elif x_wanted:
-                x_grad = product_scatter(plan, grad.rows, (w_columns, w_scale_inv), None, split_accumulator=True)
+            elif needs_x_grad:
+                x_grad = gemm_reduce_scatter(plan, grad.rows, (w_columns, w_scale_inv), None, split_accumulator=True)
             if gathers:
-                kept = gathered_kept(plan, begun, kept)
-            if x_wanted and is_bulk:  # travels under dw
+                kept = wait_gather_for_backward(plan, pending_gathers, kept)
+            if needs_x_grad and is_bulk:  # overlaps with dw
                 x_grad = _ops.reduce_scatter_async(x_grad, plan.dim, "sum", plan.comm, plan.size)
-            if weights_wanted:
-                total = product(grad.transposed, columns_of(plan, kept), dtypes[0], plan.mode_of_rows)
+            if needs_weight_grads:
+                total = product(grad.transposed, columns_of(plan, kept), dtypes[0], plan.rowwise_mode)
                 found = [part if needed else None
                          for part, needed in zip(total.split(plan.sizes), wanted[:count], strict=True)]  # fmt: skip
             if x_grad is not None:
@@ -197,24 +203,26 @@ class _Column(torch.autograd.Function):
 
 
 def _row_gradient(
-    plan: Plan, grad: Operand, weight: Scaled, x_wanted: bool, weight_wanted: bool
+    plan: Plan, grad: Operand, weight: Scaled, needs_x_grad: bool, needs_weight_grad: bool
 ) -> tuple[Tensor | None, Scaled | None]:
-    """The gradient of x, and the columns of all outputs' gradients if the weight's is wanted.
+    """Returns the gradient of x, and the columns of all outputs' gradients if the weight's gradient is needed.
 
-    What the weight's needs travels under dx. Where dx and dw take the same rows, these travel once and before both,
-    unless dx is multiplied while its rows travel ("ring", "auto").
+    The data for the weight's gradient is sent while dx is computed. If dx and dw need the same rows, these are sent
+    once and before both, unless dx is multiplied while its rows are sent ("p2p", "auto").
     """
-    gathers = weight_wanted and plan.dim is not None
-    if gathers and x_wanted and not plan.block and plan.algorithm not in ("auto", "ring"):
-        rows = _ops.wait_tensor(begin_gather(plan, grad.data, plan.dim)), grad.scale_inv
+    gathers = needs_weight_grad and plan.dim is not None
+    if gathers and needs_x_grad and not plan.block and plan.algorithm not in ("auto", "p2p"):
+        rows = _ops.wait_tensor(start_all_gather(plan, grad.data, plan.dim)), grad.scale_inv
         return product(rows, weight, plan.dtype, plan.mode), columns_of(plan, rows)
-    begun = begin_kept(plan, grad.kept(plan)) if gathers else []
+    pending_gathers = start_gather_for_backward(plan, grad.kept(plan)) if gathers else []
     x_grad = None
-    if x_wanted:
-        (x_grad,), _ = gather_products(plan, grad.rows, [weight], [None], split_accumulator=True)
-    if not weight_wanted:
+    if needs_x_grad:
+        (x_grad,), _ = all_gather_gemms(plan, grad.rows, [weight], [None], split_accumulator=True)
+    if not needs_weight_grad:
         return x_grad, None
-    return x_grad, columns_of(plan, gathered_kept(plan, begun, grad.kept(plan))) if gathers else grad.transposed
+    return x_grad, columns_of(
+        plan, wait_gather_for_backward(plan, pending_gathers, grad.kept(plan))
+    ) if gathers else grad.transposed
 
 
 class _Row(torch.autograd.Function):
@@ -223,7 +231,7 @@ class _Row(torch.autograd.Function):
                 x_columns_scale_inv: Tensor | None, w8: Tensor, w_scale_inv: Tensor, w_columns: Tensor | None,
                 w_columns_scale_inv: Tensor | None, x: Tensor, weight: Tensor,
                 bias: Tensor | None) -> Tensor:  # fmt: skip
-        return product_scatter(plan, (x8, x_scale_inv), (w8, w_scale_inv), bias,
+        return gemm_reduce_scatter(plan, (x8, x_scale_inv), (w8, w_scale_inv), bias,
                                split_accumulator=plan.split_accumulator)  # fmt: skip
 
     @staticmethod
@@ -238,14 +246,14 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         plan, (x_dtype, weight_dtype, bias_dtype) = ctx.plan, ctx.dtypes
         *x_columns, w_columns, w_scale_inv = ctx.saved_tensors
-        x_wanted, weight_wanted, bias_wanted = ctx.needs_input_grad[10:]
+        needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[10:]
         x_grad = weight_grad = None
-        if x_wanted or weight_wanted:
-            columnwise = weight_wanted and (plan.block > 0 or plan.dim is None)
+        if needs_x_grad or needs_weight_grad:
+            columnwise = needs_weight_grad and (plan.block > 0 or plan.dim is None)
             grad = quantize_backward(plan, ctx.state, [dy], columnwise=columnwise, ranks=1)
-            x_grad, columns = _row_gradient(plan, grad, (w_columns, w_scale_inv), x_wanted, weight_wanted)
+            x_grad, columns = _row_gradient(plan, grad, (w_columns, w_scale_inv), needs_x_grad, needs_weight_grad)
             x_grad = None if x_grad is None else x_grad.to(x_dtype)
             if columns is not None:
-                weight_grad = product(columns, x_columns, weight_dtype, plan.mode_of_rows)
-        found = bias_grad(dy, bias_dtype) if bias_wanted else None
+                weight_grad = product(columns, x_columns, weight_dtype, plan.rowwise_mode)
+        found = bias_grad(dy, bias_dtype) if needs_bias_grad else None
         return *[None] * 10, x_grad, weight_grad, found

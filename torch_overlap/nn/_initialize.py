@@ -1,4 +1,4 @@
-"""Weights that start equal for any number of ranks."""
+"""Initial weights that are equal for any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _PIECE_ELEMENTS = 1 << 22
 
 
 def uniform(features: int) -> Init:
-    """What nn.Linear of `features` inputs starts with."""
+    """Returns the initialization of nn.Linear with `features` inputs."""
     bound = 1 / math.sqrt(features) if features > 0 else 0.0
     return lambda rows: nn.init.uniform_(rows, -bound, bound)
 
 
 @torch.no_grad()
 def fill_shard(shard: Tensor, init: Init, dim: int, rank: int, size: int) -> None:
-    """`shard` becomes part `rank` along `dim` of a full tensor that `init` draws, the same on all ranks.
+    """Fills `shard` with part `rank` along `dim` of a full tensor that `init` draws, the same on all ranks.
 
-    Every rank draws the full tensor in pieces of rows and keeps what is its own, so the random number generator also
-    ends in one state, and no rank holds the full tensor. The pieces do not depend on the number of ranks.
+    Every rank draws the full tensor in pieces of rows and keeps its part. The random number generator thus ends in the
+    same state on all ranks, and no rank holds the full tensor. The pieces do not depend on the number of ranks.
     """
     if shard.is_meta:
         return

@@ -20,28 +20,28 @@ _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """How the products of a layer are computed on 8-bit floats: data = tensor * scale.
+    """Recipe for the products of a layer on 8-bit floats: data = tensor * scale.
 
     With "current" and "delayed" each tensor has one scale, which maps the largest magnitude to the largest value of the
     8-bit type. The magnitude is that of the whole tensor, over all ranks of the layer, so that 8-bit values do not
-    depend on how many ranks share it. With "mxfp8" each 32 elements along which a product sums share a power of two;
-    with "block" each 128 of activations and gradients share a factor, and each 128 x 128 of weights.
+    depend on the number of ranks. With "mxfp8" every 32 elements along the summed dimension share a power of two; with
+    "block" every 128 elements of activations and gradients share a scale, and every 128 x 128 of weights.
 
     Args:
-        scaling: "current": the magnitude is that of the tensor itself; the ranks agree on it in one small all-reduce
+        scaling: "current": the magnitude is that of the tensor itself; the ranks reduce it in one small all-reduce
             in each forward and each backward of a layer. "delayed": it is the largest of the last `amax_history_len`
-            steps; the ranks agree in `update_float8_scales`, once a step for all layers. Until its first call the
-            scales are current ones. "mxfp8", "block": those of each block; the ranks agree on nothing.
-        margin: scales leave room for magnitudes 2^margin times as large. 0 with scales of blocks.
-        amax_history_len: steps that delayed scaling looks back.
+            steps; the ranks reduce it in `update_float8_scales`, once per step for all layers. Until its first call the
+            scales are current ones. "mxfp8", "block": block scales, without communication.
+        margin: scales leave headroom for magnitudes 2^margin times as large. Must be 0 with block scales.
+        amax_history_len: number of steps in the history of delayed scaling.
         forward_dtype: of activations and weights: torch.float8_e4m3fn.
         backward_dtype: of the gradients of outputs: torch.float8_e5m2 or torch.float8_e4m3fn. Default: e4m3 with
-            scales of blocks, which follow the magnitudes closely, else e5m2.
-        use_split_accumulator: on Hopper, promote the partial sums of forward products to float32 as they grow. Those
-            of gradients always are, and all with "block".
+            block scales, which follow the magnitudes closely, else e5m2.
+        use_split_accumulator: if True, promotes the partial sums of forward products to float32 during accumulation on
+            Hopper. This is always on for gradients, and for all products with "block".
 
     Raises:
-        ValueError: a value that is none of these.
+        ValueError: an unsupported value.
     """
 
     scaling: str = "current"
@@ -56,7 +56,7 @@ class Float8Recipe:
             object.__setattr__(self, "backward_dtype", _E4M3 if self.block else _E5M2)
         for what, value, choices in (
             ("scaling", self.scaling, _SCALINGS),
-            ("forward_dtype", self.forward_dtype, (_E4M3,)),  # tensor cores take e5m2 on one side only
+            ("forward_dtype", self.forward_dtype, (_E4M3,)),  # tensor cores support e5m2 for one operand only
             ("backward_dtype", self.backward_dtype, (_E4M3, _E5M2)),
         ):
             if value not in choices:
@@ -71,22 +71,22 @@ class Float8Recipe:
 
     @property
     def alignment(self) -> int:
-        """What the features of a rank are a multiple of."""
+        """Required alignment of the features of a rank."""
         return 32 if self.scaling == "mxfp8" else 16
 
     @property
     def alignment_of_rows(self) -> int:
-        """What the rows of a rank are a multiple of."""
+        """Required alignment of the rows of a rank."""
         return 8 if self.scaling == "block" else 1
 
     @property
     def block(self) -> int:
-        """How many elements along which a product sums share a scale; 0: all of the tensor."""
+        """Number of elements along the summed dimension that share a scale; 0: the whole tensor."""
         return {"mxfp8": 32, "block": 128}.get(self.scaling, 0)
 
     @property
     def mode(self) -> ScalingMode:
-        """Of the products with a weight."""
+        """The mode of the products with a weight."""
         modes = {"mxfp8": ScalingMode.MXFP8_1D_SCALING, "block": ScalingMode.BLOCK_2D_SCALING}
         return modes.get(self.scaling, ScalingMode.CURRENT_TENSOR_SCALING)
 
@@ -102,7 +102,7 @@ class Float8State(nn.Module):
     def __init__(self, recipe: Float8Recipe, comm: TorchComm, device: torch.device | str) -> None:
         super().__init__()
         self.recipe, self.comm = recipe, comm
-        self.started = False  # whether the scales of delayed scaling are there
+        self.started = False  # True once delayed scaling has its scales
         if recipe.scaling == "delayed":
             for name, count in (("forward", 2), ("backward", 1)):
                 self.register_buffer(f"{name}_scale", torch.ones(count, device=device))
@@ -110,14 +110,14 @@ class Float8State(nn.Module):
                 self.register_buffer(f"{name}_amax_history", history)
 
     def reset(self) -> None:
-        """Back to the start, with empty histories."""
+        """Returns to the initial state, with empty histories."""
         self.started = False
         for name, buffer in self.named_buffers():
             buffer.fill_(float(name.endswith("_scale")))
 
     @torch.no_grad()
     def scales(self, direction: str, groups: Sequence[Sequence[Tensor]]) -> Tensor:
-        """float32 [number of groups]: what the tensors of each group are multiplied by. Collective unless `started`."""
+        """Returns the scales of the groups of tensors, float32 [number of groups]. Collective unless `started`."""
         if self.started:
             return self.get_buffer(f"{direction}_scale")
         amax = torch.stack([_amax(tensors) for tensors in groups])
@@ -128,7 +128,7 @@ class Float8State(nn.Module):
 
     @torch.no_grad()
     def note(self, direction: str, amax: Sequence[Tensor]) -> None:
-        """The largest magnitudes that this rank met, one for each group, for the scales of later steps."""
+        """Records this rank's largest magnitudes, one for each group, for the scales of later steps."""
         if self.recipe.scaling == "delayed":
             entry = self.get_buffer(f"{direction}_amax_history")[0]
             entry.copy_(torch.maximum(entry, torch.cat([a.view(1) for a in amax])))
@@ -142,7 +142,7 @@ class Float8State(nn.Module):
         return f"scaling={self.recipe.scaling}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float8State:
-        """Moves the buffers, and keeps them float32 where a module is cast."""
+        """Moves the buffers, but keeps them float32 if the module is cast."""
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
@@ -164,17 +164,18 @@ def _amax(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def update_float8_scales(module: nn.Module, comm: TorchComm | None = None) -> None:
-    """The end of a step of delayed scaling, for all layers in `module`: new scales, and the histories move on.
+    """Ends a step of delayed scaling for all layers in `module`: computes new scales, and rotates the histories.
 
-    Call it once for each optimizer step, after backward. Collective: the ranks take the maximum of their magnitudes in
-    one all_reduce. On the current stream; the host never waits. May be captured in a CUDA graph, and so may the step,
-    once this has been called. Layers with no delayed scaling are left alone.
+    Call it once for each optimizer step, after backward. Collective: one all_reduce takes the maximum of the ranks'
+    magnitudes. Runs on the current stream; the host does not wait. May be captured in a CUDA graph, and so may the
+    step, once this has been called. Layers without delayed scaling are skipped.
 
     The rule is that of `torch_overlap.ops.update_scale_`: a scale becomes the largest value of the 8-bit type, divided
-    by the largest entry of the history and by 2^margin, and stays as it is where that entry is 0, infinite or NaN.
+    by the largest entry of the history and by 2^margin, and is unchanged if that entry is 0, infinite or NaN.
     Then entry 0 of the history becomes its last, and the next step's is 0.
 
     Args:
+        module: the module with the layers.
         comm: only the layers that belong to this communicator; None: all, each over its own.
     """
     by_comm: dict[str, list[Float8State]] = {}
@@ -183,8 +184,8 @@ def update_float8_scales(module: nn.Module, comm: TorchComm | None = None) -> No
             by_comm.setdefault(state.comm.get_name(), []).append(state)
     for name, states in by_comm.items():
         if comm is None or comm.get_name() == name:
-            _share(states, name)
-            _advance(states)
+            _all_reduce_amaxes(states, name)
+            _update_scales(states)
 
 
 def _entries(states: Sequence[Float8State]) -> list[tuple[Float8State, str, Tensor, Tensor]]:
@@ -192,8 +193,8 @@ def _entries(states: Sequence[Float8State]) -> list[tuple[Float8State, str, Tens
             for state in states for direction in ("forward", "backward")]  # fmt: skip
 
 
-def _share(states: Sequence[Float8State], comm: str) -> None:
-    """Entry 0 of every history becomes the maximum over the ranks."""
+def _all_reduce_amaxes(states: Sequence[Float8State], comm: str) -> None:
+    """Replaces entry 0 of every history by the maximum over the ranks."""
     latest = [history[0] for _, _, history, _ in _entries(states)]
     flat = torch.cat(latest)
     _ops.all_reduce_(flat, "max", comm)
@@ -201,8 +202,8 @@ def _share(states: Sequence[Float8State], comm: str) -> None:
         entry.copy_(shared)
 
 
-def _advance(states: Sequence[Float8State]) -> None:
-    """One update for all histories of a kind."""
+def _update_scales(states: Sequence[Float8State]) -> None:
+    """Updates all histories of a kind at once."""
     kinds: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
     for state, direction, history, scale in _entries(states):
         key = state.dtype(direction), state.recipe.margin, state.recipe.amax_history_len

@@ -1,4 +1,4 @@
-"""Which parameters of a module are split over a communicator, and which have gradients still to be summed over it."""
+"""Records which parameters of a module are split over a communicator, and which have gradients to be summed over it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _ATTRIBUTE = "_parameter_layout"
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """What a module's own parameters (not those of its children) are on the ranks of `comm`.
+    """The layout of a module's own parameters (not those of its children) on the ranks of `comm`.
 
-    Kept by the module rather than on its parameters, so it outlives `to_empty`, `copy.deepcopy` and new parameters.
+    It belongs to the module rather than to its parameters, so it survives `to_empty`, `copy.deepcopy` and new
+    parameters.
     """
 
     comm: TorchComm
-    split: Mapping[str, int] = field(default_factory=dict)  # name -> the dimension that is cut over the ranks
-    partial: frozenset[str] = frozenset()  # whole on every rank; the gradient is that of this rank's rows
+    split: Mapping[str, int] = field(default_factory=dict)  # name -> the dimension that is split over the ranks
+    partial: frozenset[str] = frozenset()  # whole on every rank, with the gradient of this rank's rows only
 
 
 def set_layout(module: nn.Module, layout: ParameterLayout) -> None:
@@ -32,7 +33,7 @@ def set_layout(module: nn.Module, layout: ParameterLayout) -> None:
 
 
 def layouts(module: nn.Module) -> Iterator[tuple[str, nn.Module, ParameterLayout]]:
-    """Name, module and layout of `module` and all below it that have one."""
+    """Yields name, module and layout of `module` and all its descendants that have one."""
     for name, child in module.named_modules(remove_duplicate=False):
         layout = getattr(child, _ATTRIBUTE, None)
         if isinstance(layout, ParameterLayout):
@@ -40,10 +41,14 @@ def layouts(module: nn.Module) -> Iterator[tuple[str, nn.Module, ParameterLayout
 
 
 def mark_replicated(module: nn.Module, comm: TorchComm) -> None:
-    """Says that `module` works on this rank's rows with parameters that every rank of `comm` holds in full.
+    """Declares that `module` works on this rank's rows with parameters that every rank of `comm` holds in full.
 
     For norms, embeddings and heads of a sequence-parallel model: `sync_replicated_grads` then completes the gradients
-    of the parameters that `module` and its children have now, but for those of layers of torch_overlap.nn in it.
+    of the current parameters of `module` and its children, except those of layers of torch_overlap.nn in it.
+
+    Args:
+        module: the module, after its parameters are made.
+        comm: the communicator whose ranks share the rows.
     """
     done = {id(child) for _, child, _ in layouts(module)}
     for child in module.modules():
@@ -53,7 +58,7 @@ def mark_replicated(module: nn.Module, comm: TorchComm) -> None:
 
 
 def split_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
-    """Name -> (this rank's shard, the dimension that is cut), of every parameter in `module` that is split."""
+    """Returns name -> (this rank's shard, the split dimension), for every split parameter in `module`."""
     found = {}
     for prefix, child, layout in layouts(module):
         own = dict(child.named_parameters(recurse=False))
@@ -67,13 +72,14 @@ def split_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
 def sync_replicated_grads(module: nn.Module, comm: TorchComm | None = None) -> None:
     """Sums over the ranks the gradients that each rank has for its own rows only. Collective; call it after backward.
 
-    Under sequence parallelism these are the norms (see `mark_replicated`) and the biases of row-parallel layers. A
-    parameter with no gradient is left out: the same parameters have one on all ranks. Call it once for each optimizer
-    step, when gradients have been accumulated and before they are clipped. One all_reduce for each dtype, on the
-    current stream; may be captured in a CUDA graph. Of DTensors, the gradients of FSDP2 over another axis, the parts
-    of this rank are summed.
+    Under sequence parallelism these are the norms (see `mark_replicated`) and the biases of row-parallel layers.
+    Parameters without a gradient are skipped: the same parameters must have one on all ranks. Call it once for each
+    optimizer step, when gradients have been accumulated and before they are clipped. Makes one all_reduce for each
+    dtype, on the current stream; may be captured in a CUDA graph. For DTensor gradients of FSDP2 over another axis,
+    this rank's parts are summed.
 
     Args:
+        module: the module with the parameters.
         comm: only the parameters that belong to this communicator; None: all, each over its own.
     """
     buckets: dict[tuple[int, torch.dtype, torch.device], tuple[TorchComm, list[Tensor]]] = {}
@@ -86,7 +92,7 @@ def sync_replicated_grads(module: nn.Module, comm: TorchComm | None = None) -> N
                 continue
             seen.add(id(parameter))
             grad = parameter.grad
-            if isinstance(grad, DTensor):  # of FSDP2: along the other axis the ranks of comm have the same part
+            if isinstance(grad, DTensor):  # from FSDP2: along the other axis the ranks of comm have the same part
                 grad = grad.to_local()
             key = (id(layout.comm), grad.dtype, grad.device)
             buckets.setdefault(key, (layout.comm, []))[1].append(grad)

@@ -10,25 +10,25 @@ from torch import Tensor, nn
 
 from torch_overlap import _C, ops
 from torch_overlap._C import TorchComm
-from torch_overlap.nn import _choice
-from torch_overlap.nn._float8 import ALGORITHMS, column_products, row_product
-from torch_overlap.nn._functions import copy_matmul, own_part, sum_matmul
+from torch_overlap.nn import _algorithm_checks
+from torch_overlap.nn._float8 import ALGORITHMS, column_parallel_linear, row_parallel_linear
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
 from torch_overlap.nn.float8 import Float8Recipe, Float8State
+from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
 from torch_overlap.nn.layout import ParameterLayout, set_layout
 
 _Column = TypeVar("_Column", bound="ColumnParallelLinear")
 
 
 def expect_comm(who: str, comm: object) -> None:
-    """Raises TypeError for what is no TorchComm: a name, a process group."""
+    """Raises TypeError unless comm is a TorchComm, for example for a name or a process group."""
     if not isinstance(comm, TorchComm):
         raise TypeError(f"{who}: expected comm as a TorchComm, got {comm!r} ({type(comm).__name__}); new_comm makes "
                         "one, get_comm(name) finds one by its name")  # fmt: skip
 
 
 def per_rank(who: str, what: str, value: int, comm: TorchComm, advice: str = "Pad it") -> int:
-    """`value` / the number of ranks; an error with `advice` where it does not divide."""
+    """Returns `value` / the number of ranks. Raises ValueError with `advice` if it does not divide."""
     expect_comm(who, comm)
     size = comm.get_size()
     if value % size != 0:
@@ -38,7 +38,7 @@ def per_rank(who: str, what: str, value: int, comm: TorchComm, advice: str = "Pa
 
 
 class LayerOptions(TypedDict, total=False):
-    """What both layers take, and what is made of them hands on; see ColumnParallelLinear."""
+    """Options of both layers, which composite modules pass on; see ColumnParallelLinear."""
 
     bias: bool
     sequence_parallel: bool
@@ -50,7 +50,8 @@ class LayerOptions(TypedDict, total=False):
 
 
 class _ParallelLinear(nn.Module):
-    """What both have: a communicator, the choice of the algorithm, and weights that start equal for any group size."""
+    """The common part: a communicator, the choice of the algorithm, and initial weights that are equal for any group
+    size."""
 
     float8: Float8State | None
 
@@ -62,13 +63,13 @@ class _ParallelLinear(nn.Module):
         if fp8 is not None and not isinstance(fp8, Float8Recipe):
             raise TypeError(f"{name}: expected fp8 as a Float8Recipe, got {fp8!r} ({type(fp8).__name__}); write "
                             'Float8Recipe("delayed"), for example')  # fmt: skip
-        _choice.expect_algorithm(name, algorithm, ("auto", *_C._algorithms()) if fp8 is None else ALGORITHMS)
+        _algorithm_checks.expect_algorithm(name, algorithm, ("auto", *_C._algorithms()) if fp8 is None else ALGORITHMS)
         self.comm, self.sequence_parallel = comm, sequence_parallel
         self.algorithm, self.require_fused = algorithm, require_fused
         self.init, self.fp8 = init, fp8
 
     def _make_float8(self, weights: Sequence[Tensor]) -> None:
-        """The state of `fp8`, beside the weights [out, in] of this rank."""
+        """Makes the state of `fp8` for the weights [out, in] of this rank."""
         self.float8 = None if self.fp8 is None else Float8State(self.fp8, self.comm, weights[0].device)
         if self.fp8 is None:
             return
@@ -81,7 +82,7 @@ class _ParallelLinear(nn.Module):
                                      "use fp8=None")  # fmt: skip
 
     def _expect_features(self, x: Tensor, weights: Sequence[Tensor]) -> None:
-        """Raises ValueError, naming the layer, where x has no rows or a weight is not [out, in] with its features."""
+        """Raises ValueError, naming the layer, if x has no rows or a weight is not [out, in] with its features."""
         name: str = self._get_name()  # type: ignore[no-untyped-call]
         if x.dim() < 2:
             raise ValueError(f"{name}: expected x of two or more dimensions, got shape {list(x.shape)}. "
@@ -100,13 +101,13 @@ class _ParallelLinear(nn.Module):
     def _require_fused(self, op: str, x: Tensor, features: int) -> None:
         if self.require_fused:
             name: str = self._get_name()  # type: ignore[no-untyped-call]
-            _choice.require_fused(name, op, x, features, self.comm, self.algorithm)
+            _algorithm_checks.require_fused(name, op, x, features, self.comm, self.algorithm)
 
     def _require_fused_float8(self, op: str, x: Tensor, features: int) -> None:
         if self.require_fused:
             name: str = self._get_name()  # type: ignore[no-untyped-call]
             op = op if self.sequence_parallel else "scaled_matmul_all_reduce"
-            _choice.require_fused_float8(name, op, x, features, self.comm, self.algorithm)
+            _algorithm_checks.require_fused_float8(name, op, x, features, self.comm, self.algorithm)
 
     def _describe(self, **values: object) -> str:
         common = {"ranks": self.comm.get_size(), "sequence_parallel": self.sequence_parallel,
@@ -115,41 +116,46 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """linear(x, w, b) with the rows of w, the output features, split over the ranks; several of one x if asked.
+    """Computes linear(x, w, b) with the rows of w, the output features, split over the ranks. Several layers may share
+    x.
 
         sequence_parallel  x                                          output, on each rank
         True               this rank's rows [S/n, ..., in_features]    all rows [S, ..., out_features/n]
         False              all rows, the same on all ranks             all rows [..., out_features/n]
 
-    With sequence parallelism x is gathered along `gather_dim` by all_gather_matmul, once for all outputs, while it is
-    multiplied. Without it nothing is sent forward, and the gradient of x is summed by matmul_all_reduce.
+    With sequence parallelism all_gather_matmul gathers x along `gather_dim`, once for all outputs, while it multiplies.
+    Without it nothing is sent forward, and the gradient of x is summed by matmul_all_reduce.
 
     Parameters: `weight` [out_features/n, in_features] and `bias` [out_features/n], with the dtype of x (or under
-    autocast); `weight0`, `bias0`, `weight1`, ... if out_features is a list. They start with what nn.Linear draws, as
+    autocast); `weight0`, `bias0`, `weight1`, ... if out_features is a list. They are initialized like nn.Linear, as
     parts of one full weight: give all ranks the same seed. Their gradients are complete.
 
     Args:
-        comm: whose ranks share the layer. Every rank makes the same layers, and calls them in the same order.
-        in_features: of x.
+        in_features: the features of x.
         out_features: of the whole layer; a list makes several layers, and forward returns a list.
-        gather_output: gather the output features too, so that every rank has [..., out_features]. Its gradient is
-            then expected whole on every rank, as when all ranks compute the same loss.
+        comm: the communicator whose ranks share the layer. Every rank makes the same layers, and calls them in the same
+            order.
+        bias: if True, adds biases.
+        sequence_parallel: selects the row of the table above.
+        gather_output: if True, gathers the output features too, so that every rank has [..., out_features]. Its
+            gradient must then be whole on every rank, as when all ranks compute the same loss.
         gather_dim: the dimension of x along which rows are gathered, with sequence_parallel. 0 needs no copies.
-        keep_gathered: keep all rows of x until the backward pass, n times the memory of this rank's, in place of
-            gathering them again for the gradient of the weight.
-        device: default: that of comm. "meta" draws nothing; call reset_parameters() after to_empty().
+        keep_gathered: if True, keeps all rows of x until the backward pass, n times the memory of this rank's rows,
+            instead of gathering them again for the gradient of the weight.
+        device: default: that of comm. "meta" initializes nothing; call reset_parameters() after to_empty().
+        dtype: of the parameters. Default: torch's default dtype.
         algorithm: of the operators; see torch_overlap.ops.
-        require_fused: raise UnsupportedError in forward where the operator would not overlap (one rank never raises).
+        require_fused: if True, forward raises UnsupportedError if the operator would not overlap (never with one rank).
         init: fills rows of the full weight in place, [any number, in_features], instead of nn.Linear's distribution.
-        fp8: multiply 8-bit floats, forward and backward, by this recipe; parameters keep their dtype. x is float32,
-            float16 or bfloat16, or under autocast, and gradients are of the first order. The gradient of the weight
-            is multiplied in bfloat16 (8-bit values still) where the number of rows is not a multiple of 16; with
-            "mxfp8" rows are filled up with zeros to blocks of 32.
+        fp8: the recipe of 8-bit products, forward and backward; parameters keep their dtype. x must be float32, float16
+            or bfloat16, or under autocast, and gradients are of the first order. The gradient of the weight is
+            multiplied in bfloat16 (with 8-bit values still) if the number of rows is not a multiple of 16; with "mxfp8"
+            rows are padded with zeros to blocks of 32.
 
     Raises:
-        ValueError: features do not divide by the number of ranks; with fp8, a rank's not by 16 ("mxfp8": 32); there is
-            no such algorithm.
-        TypeError: comm is no TorchComm (a process group, a name), or fp8 no Float8Recipe.
+        ValueError: features not divisible by the number of ranks; with fp8, a rank's features not divisible by 16
+            ("mxfp8": 32); an unknown algorithm.
+        TypeError: comm is not a TorchComm (a process group, a name), or fp8 not a Float8Recipe.
     """
 
     def __init__(
@@ -194,7 +200,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new weights, the same for any number of ranks if their generators are in one state."""
+        """Draws new weights, equal for any number of ranks if their generators have the same state."""
         self._reset_float8()
         rank, size = self.comm.get_rank(), self.comm.get_size()
         start = uniform(self.in_features)
@@ -210,23 +216,25 @@ class ColumnParallelLinear(_ParallelLinear):
 
     @property
     def biases(self) -> list[Tensor | None]:
-        """This rank's part of each bias; None for one that is not there."""
+        """This rank's part of each bias; None for a layer without one."""
         return [getattr(self, bias) for _, bias in self._names]
 
     def forward(self, x: Tensor) -> Any:
-        """A tensor, or a list of them if `out_features` is a list. Valid on the current stream."""
+        """Returns a tensor, or a list if `out_features` is a list. Valid on the current stream."""
         outputs = self._products(x, self.weights, self.biases)
         return outputs if isinstance(self.out_features, list) else outputs[0]
 
     def _products(self, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         self._expect_features(x, weights)
         features = sum(w.size(0) for w in weights)
-        # The operator saves the gathered rows that it returns.
+        # The operator saves the gathered rows for the backward pass if it returns them.
         keep = self.keep_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in weights)
         if self.float8 is not None:
             self._require_fused_float8("scaled_all_gather_matmul", x, features)
             dim = self.gather_dim if self.sequence_parallel else None
-            outputs = column_products(x, weights, biases, self.float8, dim, self.algorithm, keep and dim is not None)
+            outputs = column_parallel_linear(
+                x, weights, biases, self.float8, dim, self.algorithm, keep and dim is not None
+            )
         elif self.sequence_parallel:
             self._require_fused("all_gather_matmul", x, features)
             outputs, _ = ops.all_gather_matmul(
@@ -234,14 +242,14 @@ class ColumnParallelLinear(_ParallelLinear):
                 algorithm=self.algorithm,
             )  # fmt: skip
         else:
-            self._require_fused("matmul_all_reduce", x, features)  # of the gradient
+            self._require_fused("matmul_all_reduce", x, features)  # the gradient's operator
             outputs = copy_matmul(x, weights, biases, self.comm, self.algorithm)
         if self.gather_output:
             outputs = [ops.all_gather(y, self.comm, -1, grad="I") for y in outputs]
         return outputs
 
     def extra_repr(self) -> str:
-        """What repr() shows of the layer."""
+        """Returns the layer's text for repr()."""
         return self._describe(in_features=self.in_features, out_features=self.out_features,
                               bias=self.biases[0] is not None, gather_output=self.gather_output,
                               **{"keep_gathered": True} if self.keep_gathered else {})  # fmt: skip
@@ -249,9 +257,14 @@ class ColumnParallelLinear(_ParallelLinear):
     @classmethod
     def from_linear(cls: type[_Column], linear: nn.Linear | Sequence[nn.Linear], comm: TorchComm,
                     **options: Any) -> _Column:  # fmt: skip
-        """This rank's part of an nn.Linear that is the same on all ranks; of several, one layer with their outputs.
+        """Makes this rank's part of an nn.Linear that is the same on all ranks; of several, one layer with all outputs.
 
-        `options` are those of the constructor, but for bias, device and dtype, which are the linear's. Sends nothing.
+        Sends nothing.
+
+        Args:
+            linear: one nn.Linear, or several with the same input.
+            comm: as for the constructor.
+            options: those of the constructor, except bias, device and dtype, which are the linear's.
         """
         linears = [linear] if isinstance(linear, nn.Module) else list(linear)
         for other in linears:
@@ -275,29 +288,30 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """The sum of all ranks' linear(x, w), plus b, with the columns of w, the input features, split over the ranks.
+    """Computes the sum of all ranks' linear(x, w), plus b, with the columns of w, the input features, split over the
+    ranks.
 
         sequence_parallel  x, on each rank                     output
         True               all rows [S, ..., in_features/n]    this rank's rows [S/n, ..., out_features]
         False              all rows [..., in_features/n]       all rows, the same on all ranks
 
-    With sequence parallelism the products are summed by matmul_reduce_scatter along `scatter_dim`, without it by
-    matmul_all_reduce; both communicate while they multiply. The bias is added once.
+    With sequence parallelism matmul_reduce_scatter sums the products along `scatter_dim`, without it matmul_all_reduce;
+    both overlap communication with the product. The bias is added once.
 
     Parameters: `weight` [out_features, in_features/n] and `bias` [out_features], which every rank holds in full. They
-    start as ColumnParallelLinear's. Under sequence parallelism the gradient of the bias is that of this rank's rows:
-    `sync_replicated_grads` sums it.
+    are initialized as in ColumnParallelLinear. Under sequence parallelism the gradient of the bias is that of this
+    rank's rows: `sync_replicated_grads` sums it.
 
     Args:
-        input_is_parallel: False: x has all input features on every rank, of which each takes its own. Its gradient is
-            then whole on every rank too.
+        input_is_parallel: if False, x has all input features on every rank, and each rank takes its own part. Its
+            gradient is then whole on every rank too.
         scatter_dim: the dimension of x along which rows are scattered, with sequence_parallel, divisible by the number
             of ranks. 0 needs no copies.
         others: as for ColumnParallelLinear.
 
     Raises:
-        ValueError: in_features does not divide by the number of ranks; with fp8, features of a rank not by 16 or 32;
-            there is no such algorithm.
+        ValueError: in_features not divisible by the number of ranks; with fp8, features of a rank not divisible by 16
+            or 32; an unknown algorithm.
     """
 
     bias: nn.Parameter | None
@@ -333,7 +347,7 @@ class RowParallelLinear(_ParallelLinear):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new weights, the same for any number of ranks if their generators are in one state."""
+        """Draws new weights, equal for any number of ranks if their generators have the same state."""
         self._reset_float8()
         start = uniform(self.in_features)
         fill_shard(self.weight, self.init or start, 1, self.comm.get_rank(), self.comm.get_size())
@@ -341,14 +355,14 @@ class RowParallelLinear(_ParallelLinear):
             fill_shard(self.bias, start, 0, 0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Valid on the current stream."""
+        """Returns the output, valid on the current stream."""
         if not self.input_is_parallel:
-            x = own_part(x, -1, self.comm)
+            x = local_shard(x, -1, self.comm)
         self._expect_features(x, [self.weight])
         if self.float8 is not None:
             self._require_fused_float8("scaled_matmul_reduce_scatter", x, self.out_features)
             dim = self.scatter_dim if self.sequence_parallel else None
-            return row_product(x, self.weight, self.bias, self.float8, dim, self.algorithm)
+            return row_parallel_linear(x, self.weight, self.bias, self.float8, dim, self.algorithm)
         if self.sequence_parallel:
             self._require_fused("matmul_reduce_scatter", x, self.out_features)
             return ops.matmul_reduce_scatter(
@@ -358,13 +372,14 @@ class RowParallelLinear(_ParallelLinear):
         return sum_matmul(x, self.weight, self.bias, self.comm, self.algorithm)
 
     def extra_repr(self) -> str:
-        """What repr() shows of the layer."""
+        """Returns the layer's text for repr()."""
         return self._describe(in_features=self.in_features, out_features=self.out_features,
                               bias=self.bias is not None, input_is_parallel=self.input_is_parallel)  # fmt: skip
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: TorchComm, **options: Any) -> RowParallelLinear:
-        """This rank's part of an nn.Linear that is the same on all ranks. `options`: as for ColumnParallelLinear."""
+        """Makes this rank's part of an nn.Linear that is the same on all ranks. `options`: as for
+        ColumnParallelLinear."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"RowParallelLinear.from_linear: expected an nn.Linear, got {linear}")
         layer = cls(linear.in_features, linear.out_features, comm, bias=linear.bias is not None, device="meta",

@@ -1,4 +1,4 @@
-"""Checkpoints that fit any number of ranks. `module.state_dict()` itself has this rank's shards."""
+"""Checkpoints for any number of ranks. `module.state_dict()` itself has this rank's shards."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from torch_overlap.nn.layout import layouts
 
 
 def _split(module: nn.Module) -> dict[int, tuple[Tensor, TorchComm, int]]:
-    """Id of a parameter that is split -> itself, its communicator and dimension."""
+    """Returns id of a split parameter -> the parameter, its communicator and dimension."""
     return {id(parameter): (parameter, layout.comm, layout.split[name]) for _, child, layout in layouts(module)
             for name, parameter in child.named_parameters(recurse=False) if name in layout.split}  # fmt: skip
 
 
 def _splits(module: nn.Module) -> dict[str, tuple[TorchComm, int]]:
-    """Key in the state dict -> communicator and dimension, for what is split.
+    """Returns key in the state dict -> communicator and dimension, for split parameters.
 
-    By the parameters themselves: wrappers (of activation checkpointing, say) change their names in the state dict.
+    Matches the parameters by identity: wrappers (of activation checkpointing, for example) change their names in the
+    state dict.
     """
     split, state = _split(module), module.state_dict(keep_vars=True)
     return {key: split[id(value)][1:] for key, value in state.items() if id(value) in split}
@@ -39,14 +40,15 @@ def _whole_shape(part: Tensor, size: int, dim: int) -> list[int]:
 
 @torch.no_grad()
 def full_state_dict(module: nn.Module, *, offload_to_cpu: bool = False) -> dict[str, Any]:
-    """`module.state_dict()` with every split parameter gathered: the same keys, whole tensors, on every rank.
+    """Returns `module.state_dict()` with every split parameter gathered: the same keys, whole tensors, on every rank.
 
     Collective over the communicators of the layers, and the meshes of DTensors (`fully_shard`). The keys of a layer
     with one output are those of nn.Linear, so the result loads into the unsharded model. Gathered tensors are new; the
     others are those of state_dict().
 
     Args:
-        offload_to_cpu: move each tensor to the CPU before the next is gathered.
+        module: the module with the layers.
+        offload_to_cpu: if True, moves each tensor to the CPU before the next is gathered.
     """
     splits = _splits(module)
     full: dict[str, Any] = {}
@@ -62,9 +64,15 @@ def full_state_dict(module: nn.Module, *, offload_to_cpu: bool = False) -> dict[
 
 @torch.no_grad()
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Loads what `full_state_dict`, or the unsharded model, gave: each rank takes its parts. Sends nothing.
+    """Loads the result of `full_state_dict`, or the state of the unsharded model: each rank takes its parts. Sends
+    nothing.
 
-    Returns: what `module.load_state_dict` does.
+    Args:
+        module: the module with the layers.
+        state: the whole tensors by name.
+        strict: as for `module.load_state_dict`.
+
+    Returns: the result of `module.load_state_dict`.
 
     Raises:
         ValueError: a tensor's split dimension is not that of the whole parameter.
@@ -85,13 +93,15 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict:
 
 
 def sharded_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
-    """`module.state_dict()` with every split parameter as a DTensor: what torch.distributed.checkpoint saves and loads.
+    """Returns `module.state_dict()` with every split parameter as a DTensor, for torch.distributed.checkpoint.
 
-    It then loads on any number of ranks. The same keys; DTensors share memory with the parameters. Sends nothing.
+    A saved checkpoint loads on any number of ranks. The keys are the same, and DTensors share memory with the
+    parameters. Sends nothing.
 
     Args:
-        mesh: over the ranks of the layers. Of a model that `fully_shard` has split over other dimensions: with those
-            before it, as `mesh["dp", "tp"]`.
+        module: the module with the layers.
+        mesh: a mesh over the ranks of the layers. For a model that `fully_shard` has split over other dimensions, these
+            precede it, as in `mesh["dp", "tp"]`.
 
     Raises:
         ValueError: the mesh is not that of a layer's communicator, or of `fully_shard`.
@@ -103,12 +113,17 @@ def sharded_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Loads what `sharded_state_dict` gave, and torch.distributed.checkpoint has put values into. Sends nothing.
+    """Loads the result of `sharded_state_dict` after torch.distributed.checkpoint has filled it. Sends nothing.
 
-    Returns: what `module.load_state_dict` does.
+    Args:
+        module: the module with the layers.
+        state: the values by name.
+        strict: as for `module.load_state_dict`.
+
+    Returns: the result of `module.load_state_dict`.
 
     Raises:
-        ValueError: a split parameter is no DTensor, or one that lies otherwise.
+        ValueError: a split parameter is not a DTensor, or has another layout.
         RuntimeError: as from `module.load_state_dict`.
     """
     parts, own = dict(state), module.state_dict()
@@ -119,12 +134,14 @@ def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, stri
 
 
 def sharded_optimizer_state_dict(module: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> dict[str, Any]:
-    """The state of an optimizer of `module`, as `sharded_state_dict` has the module's.
+    """Returns the state of an optimizer of `module` as DTensors, like `sharded_state_dict`.
 
-    With the names of `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, and like it complete also
-    before the first step. Sends nothing.
+    The names are those of `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict. The state is complete
+    even before the first step. Sends nothing.
 
     Args:
+        module: the module with the layers.
+        optimizer: an optimizer of its parameters.
         mesh: as for `sharded_state_dict`.
 
     Raises:
@@ -136,12 +153,17 @@ def sharded_optimizer_state_dict(module: nn.Module, optimizer: Optimizer, mesh: 
 
 @torch.no_grad()
 def load_sharded_optimizer_state_dict(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads what `sharded_optimizer_state_dict` gave, and torch.distributed.checkpoint has put values into.
+    """Loads the result of `sharded_optimizer_state_dict` after torch.distributed.checkpoint has filled it.
 
     Sends nothing.
 
+    Args:
+        module: the module with the layers.
+        optimizer: an optimizer of its parameters.
+        state: the values by name.
+
     Raises:
-        ValueError: the state of a split parameter is no DTensor, or one that lies otherwise.
+        ValueError: the state of a split parameter is not a DTensor, or has another layout.
     """
     unwrap = {of: partial(_from_dtensor, part=part, comm=comm, dim=dim)
               for of, (part, comm, dim) in _split(module).items()}  # fmt: skip
@@ -149,8 +171,8 @@ def load_sharded_optimizer_state_dict(module: nn.Module, optimizer: Optimizer, s
 
 
 def _placements(part: Tensor, size: int, dim: int, ndim: int) -> list[Placement]:
-    """Of the whole parameter on a mesh of `ndim` dimensions, the last of which cuts it into `size` parts, before
-    those of fully_shard, the first ones, cut the part."""
+    """Returns the placements of the whole parameter on a mesh of `ndim` dimensions. The last dimension cuts it into
+    `size` parts; the preceding ones, those of fully_shard, then cut the part."""
     others = part.placements if isinstance(part, DTensor) else [Replicate()] * (ndim - 1)
     again = [_StridedShard(dim, split_factor=size) if p == Shard(dim) else p for p in others]
     return [*again, Shard(dim)]
@@ -177,7 +199,7 @@ def _as_dtensor(key: str, part: Tensor, comm: TorchComm, dim: int, mesh: DeviceM
 
 
 def _from_dtensor(key: str, value: object, part: Tensor, comm: TorchComm, dim: int) -> Tensor:
-    """This rank's part, as `part` is it: plain, or of fully_shard."""
+    """Returns this rank's part in the form of `part`: a plain tensor, or a DTensor of fully_shard."""
     shape = _whole_shape(part, comm.get_size(), dim)
     if not isinstance(value, DTensor):
         got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"

@@ -1,6 +1,6 @@
 """Styles for torch.distributed.tensor.parallel.parallelize_module over a mesh of backend "torch_overlap".
 
-A plan names the model's own layers; its code stays as it is. Parameters become this rank's plain tensors (not
+A plan names the model's own layers, whose code is unchanged. Parameters become this rank's plain tensors (not
 DTensors) under their old names. For a model of [batch, sequence, features]:
 
     parallelize_module(model, mesh["tp"], {
@@ -17,7 +17,7 @@ DTensors) under their old names. For a model of [batch, sequence, features]:
 
 After backward call `torch_overlap.nn.sync_replicated_grads(model)`.
 
-`torch_overlap.mesh.shard_module` takes the same plans.
+`torch_overlap.mesh.shard_module` accepts the same plans.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torch_overlap._C import TorchComm, _BackendWrapper
-from torch_overlap.nn._functions import own_part
+from torch_overlap.nn.functional import local_shard
 from torch_overlap.nn.layout import mark_replicated
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.ops._arguments import group
@@ -42,7 +42,8 @@ _Layer = TypeVar("_Layer", bound=nn.Module)
 
 
 def comm_of(mesh: DeviceMesh) -> TorchComm:
-    """The communicator of a mesh of one dimension. Made by the backend with the first call; then collective.
+    """Returns the communicator of a one-dimensional mesh. The backend makes it in the first call, which is then
+    collective.
 
     Raises:
         ValueError: the mesh has several dimensions, or another backend than "torch_overlap".
@@ -60,7 +61,8 @@ def comm_of(mesh: DeviceMesh) -> TorchComm:
 
 
 class Style(ParallelStyle):
-    """What all have: the options of the layers, and values of rank `src_data_rank` on all ranks, as torch's styles."""
+    """The common part: the options of the layers, and values of rank `src_data_rank` on all ranks, as in torch's
+    styles."""
 
     def __init__(self, sequence_parallel: bool = True, sequence_dim: int = 1, **options: Any) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class Style(ParallelStyle):
         return linear
 
     def split_dims(self, module: nn.Module, ranks: int) -> dict[str, int]:
-        """The parameters of `module` that so many ranks split, by name: along which dimension. Others stay whole.
+        """Returns the parameters of `module` that are split over `ranks` ranks: name -> dimension. Others stay whole.
 
         Raises: as with parallelize_module.
         """
@@ -104,7 +106,7 @@ def _split_columns(linear: nn.Linear, prefix: str = "") -> dict[str, int]:
 
 
 def _become(module: nn.Module, layer: _Layer) -> _Layer:
-    """Turns `module` into `layer`, hooks kept: parallelize_module does not put what a style returns into the model."""
+    """Turns `module` into `layer`, keeping its hooks: parallelize_module ignores the module that a style returns."""
     hooks = {name: value for name, value in vars(module).items() if "hook" in name}
     module.__dict__ = {**vars(layer), **hooks}
     module.__class__ = type(layer)
@@ -113,12 +115,12 @@ def _become(module: nn.Module, layer: _Layer) -> _Layer:
 
 
 class ColumnParallel(Style):
-    """An nn.Linear becomes a ColumnParallelLinear. For linears that share their input see SharedGather.
+    """Replaces an nn.Linear by a ColumnParallelLinear. For linears that share their input see SharedGather.
 
     Args:
-        sequence_parallel: the input is this rank's part of `sequence_dim`; else the same on all ranks.
-        sequence_dim: of the input.
-        multiple_of: what each rank's output features are a multiple of, such as the size of a head.
+        sequence_parallel: if True, the input is this rank's part of `sequence_dim`; else the same on all ranks.
+        sequence_dim: the dimension of the input.
+        multiple_of: required divisor of each rank's output features, such as the size of a head.
         gather_output, keep_gathered, algorithm, require_fused, fp8: as for ColumnParallelLinear.
 
     Raises:
@@ -142,10 +144,11 @@ class ColumnParallel(Style):
 
 
 class RowParallel(Style):
-    """An nn.Linear becomes a RowParallelLinear.
+    """Replaces an nn.Linear by a RowParallelLinear.
 
     Args:
-        sequence_parallel: the output is this rank's part of `sequence_dim`; else the same on all ranks.
+        sequence_parallel: if True, the output is this rank's part of `sequence_dim`; else the same on all ranks.
+        sequence_dim: the dimension of the output.
         input_is_parallel, algorithm, require_fused, fp8: as for RowParallelLinear.
 
     Raises: as ColumnParallel.
@@ -166,9 +169,9 @@ class RowParallel(Style):
 
 
 class SequenceParallel(Style):
-    """A norm, or any module without communication, that works on this rank's part of the sequence.
+    """Marks a norm, or any module without communication, that works on this rank's part of the sequence.
 
-    Nothing about it changes but that `sync_replicated_grads` completes the gradients of its parameters.
+    The module is unchanged, except that `sync_replicated_grads` completes the gradients of its parameters.
     """
 
     def __init__(self) -> None:
@@ -194,14 +197,14 @@ def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], argument: str, x:
 
 
 class ShardInput(Style):
-    """The module gets this rank's part of its first argument, which is whole on every rank.
+    """Passes this rank's part of the module's first argument, which is whole on every rank.
 
-    Where sequence parallelism begins: at the first block, as what precedes it (embedding, mask) sees the whole
-    sequence. The gradient is gathered, so what precedes needs no synchronization.
+    Use it where sequence parallelism begins: at the first block, since the code before it (embedding, mask) sees the
+    whole sequence. The gradient is gathered, so the modules before it need no synchronization.
 
     Args:
-        sequence_dim: divisible by the number of ranks.
-        argument: the name of the argument, where it is passed by name.
+        sequence_dim: the dimension to split, divisible by the number of ranks.
+        argument: the name of the argument, if it is passed by name.
     """
 
     def __init__(self, *, sequence_dim: int = 1, argument: str = "hidden_states") -> None:
@@ -213,14 +216,14 @@ class ShardInput(Style):
 
         def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = _first_tensor("ShardInput", args, kwargs, self.argument)
-            return _with_first(args, kwargs, self.argument, own_part(x, self.sequence_dim, comm))
+            return _with_first(args, kwargs, self.argument, local_shard(x, self.sequence_dim, comm))
 
         module.register_forward_pre_hook(split, with_kwargs=True)
         return module
 
 
 class _Gather:
-    """What the linears of one SharedGather share during one call of their parent."""
+    """State that the linears of one SharedGather share during one call of their parent."""
 
     def __init__(self, comm: TorchComm, argument: str) -> None:
         self.comm, self.argument = comm, argument
@@ -236,7 +239,7 @@ class _Gather:
         if first.sequence_parallel:
             shape = list(x.shape)
             shape[first.gather_dim] *= group(self.comm)[1]
-            # The module may ask for shape, dtype and device. NaN: a result that reads it anyway is seen.
+            # The module may read shape, dtype and device. NaN makes a result visible that reads the values anyway.
             self.stand_in = x.detach().new_full((), float("nan")).expand(shape)
         return _with_first(args, kwargs, self.argument, self.stand_in)
 
@@ -268,15 +271,15 @@ class _SharedColumn(ColumnParallelLinear):
 
 
 class SharedGather(Style):
-    """Linears of a module that all take its first argument become column-parallel, with one gather for all of them.
+    """Makes linears that all take a module's first argument column-parallel, with one gather for all of them.
 
     For the parent of query, key and value, or of gate and up: its first linear computes the products of all, while it
-    gathers. With sequence_parallel the parent's code sees a stand-in for its argument that has the gathered shape and
-    no values, so that views by batch and sequence are right; it may do nothing else with it.
+    gathers. With sequence_parallel the parent's code sees a placeholder for its argument that has the gathered shape
+    and no values, so that views by batch and sequence are correct; it must not use it otherwise.
 
     Args:
-        names: of the linears, as attributes of the module.
-        argument: the name of the module's first argument, where it is passed by name.
+        names: names of the linears, as attributes of the module.
+        argument: the name of the module's first argument, if it is passed by name.
         others: as for ColumnParallel.
 
     Raises: as ColumnParallel; ValueError in forward if a linear gets another tensor.

@@ -18,7 +18,7 @@ from torch_overlap.nn.linear import ColumnParallelLinear, LayerOptions, RowParal
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "swiglu": F.silu,  # of the gate, which multiplies
+    "swiglu": F.silu,  # applied to the gate, which multiplies
 }
 NORMS: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
@@ -30,12 +30,13 @@ def _one_of(who: str, what: str, table: dict[str, Any], value: str) -> Any:
 
 
 class ParallelMLP(nn.Module):
-    """down(activation(up(x))), or down(silu(gate(x)) * up(x)): hidden features split over the ranks.
+    """Computes down(activation(up(x))), or down(silu(gate(x)) * up(x)), with hidden features split over the ranks.
 
     x and the result: this rank's rows [S/n, ..., features] with sequence_parallel, else all rows on every rank.
 
     Args:
         features, hidden: of the whole layer; hidden is divisible by the number of ranks.
+        comm: as for ColumnParallelLinear.
         activation: "gelu", "gelu_tanh", or "swiglu", whose gate and up projections share one gather.
         sequence_dim: the dimension of rows that sequence parallelism splits.
         keep_gathered: of the first projections; see ColumnParallelLinear.
@@ -66,14 +67,14 @@ class ParallelMLP(nn.Module):
         self.down = RowParallelLinear(hidden, features, comm, scatter_dim=sequence_dim, init=output_init, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Valid on the current stream."""
+        """Returns the output, valid on the current stream."""
         first, *rest = self.up(x)
         h = self.activation(first)
         return self.down(h * rest[0] if self.is_gated else h)  # type: ignore[no-any-return]
 
 
 class ParallelSelfAttention(nn.Module):
-    """Scaled dot product attention of each head over the whole sequence; heads split over the ranks.
+    """Scaled dot product attention over the whole sequence, with heads split over the ranks.
 
     x and the result: [sequence, batch, features] (sequence_dim 0) or [batch, sequence, features] (1); with
     sequence_parallel each rank has its part of the sequence, else all of it. Query, key and value share one gather.
@@ -82,7 +83,7 @@ class ParallelSelfAttention(nn.Module):
         features, heads: of the whole layer; heads and kv_heads are divisible by the number of ranks.
         kv_heads: heads of key and value, each of which serves heads / kv_heads queries; default: heads.
         head_dim: default: features / heads.
-        causal: a position sees itself and what is before it.
+        causal: if True, a position attends to itself and earlier ones only.
         init, output_init: of the projections to query, key and value, and of the last one.
         others: as for ParallelMLP.
 
@@ -126,9 +127,10 @@ class ParallelSelfAttention(nn.Module):
         self.out = RowParallelLinear(sizes[0], features, comm, scatter_dim=sequence_dim, init=output_init, **options)
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Valid on the current stream.
+        """Returns the output, valid on the current stream.
 
         Args:
+            x: the input, in the layout of the class.
             rotate: applied to query and key, as [sequence, batch, heads/n, head_dim] or [batch, sequence, ...] with
                 the whole sequence; for rotary position embeddings.
         """
@@ -143,7 +145,7 @@ class ParallelSelfAttention(nn.Module):
 
 
 class ParallelTransformerBlock(nn.Module):
-    """x + attention(norm(x)), then that + mlp(norm(.)).
+    """Computes h = x + attention(norm(x)), then h + mlp(norm(h)).
 
     With sequence_parallel the norms work on this rank's rows: after backward, `sync_replicated_grads` sums the
     gradients of their parameters, and of the biases of the row-parallel layers.
@@ -200,6 +202,6 @@ class ParallelTransformerBlock(nn.Module):
             mark_replicated(self.mlp_norm, comm)
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Valid on the current stream. `rotate`: as for ParallelSelfAttention."""
+        """Returns the output, valid on the current stream. `rotate`: as for ParallelSelfAttention."""
         x = x + self.attention(self.attention_norm(x), rotate)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]

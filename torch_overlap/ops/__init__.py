@@ -2,36 +2,35 @@
 
     (q, k, v), _ = torch_overlap.ops.all_gather_matmul(x, [wq, wk, wv], comm)
 
-Each function calls `torch.ops.torch_overlap.<name>` of the same meaning, whose schemas are in docs/ops.md. They have
-gradients of any order by torch.autograd (forward mode and `torch.func.grad` raise), work with fake tensors, under
+Each function calls `torch.ops.torch_overlap.<name>` with the same meaning; docs/ops.md has the schemas. They have
+gradients of any order by torch.autograd (forward mode and `torch.func.grad` raise), and work with fake tensors, under
 `torch.compile(fullgraph=True)`, `torch.export`, in CUDA graphs and under `torch.vmap`, there with weights that all
-elements share. The
-gradient convention is that of `torch.distributed._functional_collectives`: what a rank gets is the gradient of the sum
-of all ranks' losses.
+elements share. The gradient convention is that of `torch.distributed._functional_collectives`: a rank gets the gradient
+of the sum of all ranks' losses.
 
-Streams: a result is valid on the current stream when the call returns; the host never waits for the GPU. A result of
-an `*_async` function is not there yet: pass it through `wait_tensor` before anything reads it. It may be dropped
-unwaited. While a compiler traces, the `*_async` functions are the plain ones.
+Streams: a result is valid on the current stream when the call returns; the host does not wait for the GPU. A result of
+an `*_async` function is not ready yet: pass it through `wait_tensor` before anything reads it. It may be dropped
+without a wait. While a compiler traces, the `*_async` functions are the synchronous ones.
 
-The input of an `*_async` function must not be changed in place until its result has passed through `wait_tensor`: the
-communicator may read it at any time before, whatever the backend, and has no copy of it. `wait_tensor` raises
-`StateError` for an input that was changed, also if the operation happened to be done before the change. It looks at the
-version of the tensor, as autograd does for a tensor that it saved: a change through `x.data`, or by a kernel that torch
-does not know of, is not found, and neither is one of an input that is a part of a larger buffer, whose parts share a
-version. Tensors of `torch.inference_mode` have no version, and are copied. The input may be
-dropped. A compiler that traces the functions orders a later change after the operation.
+The input of an `*_async` function must not be changed in place until its result has passed through `wait_tensor`: with
+any backend, the communicator may read it at any time before, and has no copy of it. `wait_tensor` raises `StateError`
+for an input that was changed, even if the operation had completed before the change. It checks the version of the
+tensor, as autograd does for a saved tensor. It does not detect a change through `x.data`, or by a kernel that torch
+does not know of, nor a change of an input that is a part of a larger buffer, whose parts share a version. Tensors of
+`torch.inference_mode` have no version, and are copied. The input may be dropped. A compiler that traces the functions
+orders a later change after the operation.
 
-torch.compile keeps every operator, also one whose result is not used, in the order of the program. Two limits.
+torch.compile keeps every operator, even if its result is unused, in the order of the program. There are two limits.
 Inductor of torch 2.11 moves operators that do not depend on each other to save memory. All ranks that compile the same
-function for the same shapes move them alike; where they do not, set
+function for the same shapes move them alike; if ranks compile different ones, set
 `torch._inductor.config.reorder_for_peak_memory = False`. And the debugging backend aot_eager copies an argument that
 requires a gradient before the function's own wait_tensor; wait for a pending result before passing it to such a
 function.
 
-Errors: a mistake in the arguments raises `InvalidValueError` (a `ValueError`) or `InvalidTypeError` (a `TypeError`)
-before anything is sent; what is no tensor, or no number, where one belongs is refused by torch, as a RuntimeError with
-the schema in it. After `finalize()` they raise `StateError`. All ranks must call the same operators in the same order
-with the same shapes and options.
+Errors: an invalid argument raises `InvalidValueError` (a `ValueError`) or `InvalidTypeError` (a `TypeError`) before
+anything is sent. A value that is not a tensor, or not a number, where the schema has one is refused by torch, as a
+RuntimeError with the schema. After `finalize()` the operators raise `StateError`. All ranks must call the same
+operators in the same order with the same shapes and options.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ __all__ = [
     "wait_tensor",
 ]
 
-# Loaded when one of their functions is first asked for: they tell torch.compile of themselves, which imports it.
+# Loaded on first access to one of their functions: they register with torch.compile, which imports it.
 _MODULES = ("collectives", "fused", "windows")
 
 

@@ -1,4 +1,4 @@
-"""What the wrappers do to their arguments."""
+"""Conversions of the wrappers' arguments."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, ReduceOp, TorchComm, _name_and_size
 
-# torch.compile makes constants of both, guarded by their equality: another communicator compiles again.
+# torch.compile treats both as constants, guarded by equality: another communicator compiles again.
 torch.utils._pytree.register_constant(TorchComm)
 torch.utils._pytree.register_constant(ReduceOp)
 
 
 @torch.compiler.assume_constant_result
 def group(comm: object) -> tuple[str, int]:
-    """The name and size that operators take for a communicator. Constants in a compiled graph."""
+    """Returns the name and size of a communicator, as operators take them. Constants in a compiled graph."""
     if not isinstance(comm, TorchComm):
         raise InvalidTypeError(
             f"torch_overlap.ops: expected comm as a TorchComm, got {comm!r} ({type(comm).__name__}); "
@@ -25,11 +25,11 @@ def group(comm: object) -> tuple[str, int]:
     return _name_and_size("torch_overlap.ops", comm)
 
 
-def one_each(op: str, weights: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
-    """The weights of an operator that takes several.
+def one_per_weight(op: str, weights: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+    """Returns the weights of an operator that takes several.
 
     Raises:
-        InvalidTypeError: it is one tensor, not a list.
+        InvalidTypeError: weights is one tensor, not a list.
     """
     if isinstance(weights, Tensor):
         raise InvalidTypeError(
@@ -39,10 +39,10 @@ def one_each(op: str, weights: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
 
 
 def flat_pairs(op: str, pairs: Iterable[tuple[int, int]]) -> list[int]:
-    """src0, dst0, src1, dst1, ...
+    """Returns src0, dst0, src1, dst1, ...
 
     Raises:
-        InvalidTypeError: what is given are no pairs.
+        InvalidTypeError: the items are not pairs.
     """
     try:
         return [rank for src, dst in pairs for rank in (src, dst)]
@@ -53,11 +53,11 @@ def flat_pairs(op: str, pairs: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def reduction(op: ReduceOp | str, factor: float | None = None) -> tuple[str, float | None]:
-    """An operator's spelling of a reduction: ReduceOp.PREMUL_SUM(2) is "premul_sum", 2.0.
+    """Returns an operator's spelling of a reduction: ReduceOp.PREMUL_SUM(2) is "premul_sum", 2.0.
 
     Raises:
-        InvalidTypeError: it is no ReduceOp, or its factor is a tensor.
-        InvalidValueError: a ReduceOp, which has its own factor or takes none, and a factor beside it.
+        InvalidTypeError: op is not a ReduceOp, or its factor is a tensor.
+        InvalidValueError: a separate factor with a ReduceOp, which has its own or takes none.
     """
     if isinstance(op, str):
         return op, factor

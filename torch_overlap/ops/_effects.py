@@ -1,4 +1,4 @@
-"""Operators act on other ranks: a compiler may not drop one because nobody reads its result."""
+"""Side effects of the operators: they act on other ranks, so a compiler must not drop one with an unused result."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _COMMUNICATING = (
 
 
 def register() -> None:
-    """Keeps all of them in a graph, in the order of the program.
+    """Keeps all operators in a graph, in the order of the program.
 
-    Ranks may run graphs that differ (one uses a result, another does not; one sends, another receives), and a compiler
-    that dropped or moved a communication on one of them would hang all. So each has an ordered effect, which
-    torch.compile threads through the graph as a token; torch.fx's own passes look at has_side_effect.
+    Ranks may run different graphs (one uses a result, another does not; one sends, another receives), and a compiler
+    that dropped or moved a communication on one of them would make all hang. Therefore each has an ordered effect,
+    which torch.compile threads through the graph as a token; torch.fx's own passes check has_side_effect.
     """
     from torch._library import simple_registry
     from torch._library.effects import EffectType
@@ -59,5 +59,5 @@ def register() -> None:
         torch.fx.node.has_side_effect(packet)
         torch.fx.node.has_side_effect(packet.default)
         simple_registry.singleton.find(f"torch_overlap::{name}").effect.register(EffectType.ORDERED)
-    # As a program calls it, above autograd, it may be one over a buffer; below, that is _gemm_overlapped.
+    # Above autograd, as a program calls it, this may be a gemm over a buffer; below autograd that is _gemm_overlapped.
     torch.fx.node.has_side_effect(torch.ops.torch_overlap.gemm)

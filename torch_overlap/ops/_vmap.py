@@ -1,7 +1,7 @@
 """Batching rules: under torch.vmap a collective moves the whole batch at once.
 
-The batch dimension goes where it does not disturb: to the end for operators that look at dimension 0 or at a
-dimension by number (a negative one counts without the batch), anywhere for those that look at none.
+The batch dimension is moved to the end for operators that use dimension 0 or a numbered dimension (a negative one
+counts without the batch). It may be anywhere for operators that use none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _at_end(x: Tensor, bdim: int) -> Tensor:
 
 
 def _wrap(x: Tensor, dim: int) -> int:
-    """`dim` of one element of the batch, where x has the batch dimension last."""
+    """Returns dimension `dim` of one element, for an x with the batch dimension last."""
     rank = x.dim() - 1
     if rank == 0:
         raise InvalidValueError("vmap: expected examples of one or more dimensions, got scalars; use x.unsqueeze(-1)")
@@ -30,7 +30,7 @@ def _wrap(x: Tensor, dim: int) -> int:
     return dim % rank
 
 
-def _whatever_the_shape(op: Any) -> Any:
+def _any_shape_rule(op: Any) -> Any:
     def rule(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
         return op(x.movedim(in_dims[0], 0), *args), 0
 
@@ -85,4 +85,4 @@ def register() -> None:
         "_replicated_to_invariant",
         "_to_pending",
     ):
-        torch.library.register_vmap(f"torch_overlap::{name}", _whatever_the_shape(getattr(ops, name)))
+        torch.library.register_vmap(f"torch_overlap::{name}", _any_shape_rule(getattr(ops, name)))

@@ -1,28 +1,29 @@
-"""Matrix products fused with their collectives, which run behind each other's backs.
+"""Matrix products fused with their collectives, so that computation and communication overlap.
 
 Weights are [out_features, in_features] and `x` is [..., features], as in torch.nn.functional.linear. `algorithm`:
 
-- "sequential": the collective, then the product, or the other way round.
-- "chunked": in pieces; the next piece travels while one is multiplied, forward and backward. Sums of partial products
-  of 8- and 16-bit floats accumulate in fp32, in rank order.
-- "ring": chunks of rows, each moved straight to where it is needed while others are multiplied. "bulk": backward, the
-  gathering and the reduction run beside whole products. Both need ranks that reach each other's memory, else they
-  raise UnsupportedError; operators that exchange instead of gathering or reducing have no "bulk".
-- "fused": all_gather_matmul and matmul_reduce_scatter of float16 and bfloat16 on sm_90 by kernels of their own, which
-  wait for rows, or sum what comes while they multiply, by themselves; matmul_all_reduce of up to 256 rows, and 8 MiB
-  that a rank sends, by one kernel that multiplies and sums, else as the latter by blocks of rows, each of which is
-  gathered beside the next. Gradients too, but for sums of several products, which go as "ring".
-- "direct", for few rows: the ranks reach into each other's memory for the operand between product and collective.
-  matmul_all_reduce and matmul_reduce_scatter sum products where they lie, matmul_all_reduce_rms_norm with a norm behind
-  it; all_gather_matmul gathers all rows by one kernel and multiplies them at once. Needs what "ring" needs. Gradients
-  of all_gather_matmul and matmul_all_reduce go as "sequential".
-- "auto": the quicker one by shape and by what the ranks can do. The same on all ranks whose shapes are alike;
-  where n or k differ, ranks that would go different ways raise an error: name one.
+- "sequential": the collective runs before or after the product.
+- "pipelined": in pieces, each sent while another one is multiplied, forward and backward. Sums of partial products of
+  8- and 16-bit floats accumulate in fp32, in rank order.
+- "p2p": chunks of rows, each sent straight to its destination while others are multiplied. "bulk": backward, the gather
+  and the reduction run concurrently with whole products. Both need ranks with mapped peer memory, else they raise
+  UnsupportedError; operators with an all-to-all have no "bulk".
+- "fused": all_gather_matmul and matmul_reduce_scatter of float16 and bfloat16 on sm_90 by dedicated kernels, which wait
+  for rows, or sum received tiles while they multiply. matmul_all_reduce of at most 256 rows, and 8 MiB sent per rank,
+  by one kernel that multiplies and sums; otherwise like matmul_reduce_scatter by blocks of rows, each gathered while
+  the next is computed. Gradients are fused too; several 16-bit products are summed as one concatenated product.
+  Only if the returned gathered x has a gradient of its own does the reduction use "p2p".
+- "low_latency", for few rows: the ranks access each other's memory for the operand between product and collective.
+  matmul_all_reduce and matmul_reduce_scatter sum products in place in peer memory, matmul_all_reduce_rms_norm followed
+  by a norm; all_gather_matmul gathers all rows by one kernel and multiplies them at once. Has the requirements of
+  "p2p". Gradients of all_gather_matmul and matmul_all_reduce use "sequential".
+- "auto": the fastest by shape and by the capabilities of the ranks. The same on all ranks with equal shapes; if n or k
+  differ so that ranks would select different algorithms, they raise an error: name one.
 
-The first two run on any backend and device. All may be captured in a CUDA graph, "ring", "bulk", "fused" and "direct"
-after a call of the same shape outside. torch.autocast casts the operands. Their gradients overlap in the same way. A
-bias's or weight's gradient is that of this rank's rows: like every replicated parameter's it is to be summed over ranks
-that hold other rows.
+The first two run on any backend and device. All may be captured in a CUDA graph, "p2p", "bulk", "fused" and
+"low_latency" after a call of the same shape outside. torch.autocast casts the operands. Their gradients overlap in the
+same way. The gradient of a bias or weight is that of this rank's rows: like that of every replicated parameter, it must
+be summed over ranks that hold other rows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 
 from torch_overlap._C import ReduceOp, ScalingMode, TorchComm
-from torch_overlap.ops._arguments import group, one_each, reduction
+from torch_overlap.ops._arguments import group, one_per_weight, reduction
 
 _ops = torch.ops.torch_overlap
 
@@ -48,7 +49,7 @@ def all_gather_matmul(
     return_gathered: bool = False,
     algorithm: str = "auto",
 ) -> tuple[list[Tensor], Tensor]:
-    """Several linear layers on the gathered `x`, which is gathered once: [linear(all_gather(x), w, b) for each w, b].
+    """Applies several linear layers to the gathered `x`, gathered once: [linear(all_gather(x), w, b) for each w, b].
 
     The column-parallel layer of sequence parallelism: x is sharded by rows, the weights by output features.
 
@@ -57,12 +58,13 @@ def all_gather_matmul(
         weights: each [n_i, k].
         biases: none, or one entry for each weight; None stands for no bias.
         gather_dim: the dimension of rows to gather along, not the last one. 0 needs no copies.
-        return_gathered: whether to return the gathered x too. Then the backward pass does not gather it again. By
-            "fused" a loss uses it on all ranks or on none.
+        return_gathered: if True, returns the gathered x too. Then the backward pass does not gather it again. With
+            "fused" a loss must use it on all ranks or on none.
+        algorithm: one of those above.
 
     Returns: the products [..., n_i], and the gathered x, or an empty tensor.
     """
-    weights = one_each("all_gather_matmul", weights)
+    weights = one_per_weight("all_gather_matmul", weights)
     return _ops.all_gather_matmul(x, weights, biases, *group(comm), gather_dim, return_gathered, algorithm)
 
 
@@ -76,7 +78,7 @@ def matmul_reduce_scatter(
     op: ReduceOp | str = "sum",
     algorithm: str = "auto",
 ) -> Tensor:
-    """reduce_scatter(x weight^T, scatter_dim) + bias: this rank's rows of the sum of all ranks' products.
+    """Computes reduce_scatter(x weight^T, scatter_dim) + bias: this rank's rows of the sum of all ranks' products.
 
     The row-parallel layer of sequence parallelism: x and the weight are sharded by input features.
 
@@ -86,6 +88,7 @@ def matmul_reduce_scatter(
         bias: [n], added once, after the reduction.
         scatter_dim: the dimension of rows to scatter along, divisible by the number of ranks. 0 needs no copies.
         op: "sum" or "avg".
+        algorithm: one of those above.
     """
     return _ops.matmul_reduce_scatter(x, weight, bias, *group(comm), scatter_dim, reduction(op)[0], algorithm)
 
@@ -99,7 +102,7 @@ def matmul_all_reduce(
     op: ReduceOp | str = "sum",
     algorithm: str = "auto",
 ) -> Tensor:
-    """all_reduce(x weight^T) + bias: the sum of all ranks' products, on every rank.
+    """Computes all_reduce(x weight^T) + bias: the sum of all ranks' products, on every rank.
 
     The row-parallel layer without sequence parallelism. Arguments as for `matmul_reduce_scatter`. Its gradient is
     that of `all_reduce` with grad="R".
@@ -118,11 +121,12 @@ def matmul_all_reduce_rms_norm(
     eps: float = 1e-6,
     algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """h = residual + all_reduce(x weight^T) + bias, and rms_norm(h) * norm_weight: the end of a layer when decoding.
+    """Computes h = residual + all_reduce(x weight^T) + bias, and rms_norm(h) * norm_weight: the end of a layer when
+    decoding.
 
-    "sequential" over NCCL on sm_90 with few tokens (up to 1 MiB of h, of more than four ranks 256 KiB): the sum, the
-    residual and the norm are one kernel, which rounds h once. Else a kernel for the norm, or two of torch's, follows
-    the sum.
+    "sequential" over NCCL on sm_90 with few tokens (at most 1 MiB of h, with more than four ranks 256 KiB) runs the
+    sum, the residual and the norm as one kernel, which rounds h once. Otherwise a kernel for the norm, or two of
+    torch's, follows the sum.
 
     Args:
         x: [..., k] with two or more dimensions, the same shape on all ranks.
@@ -134,7 +138,7 @@ def matmul_all_reduce_rms_norm(
         algorithm: as for `matmul_all_reduce`.
 
     Returns: (rms_norm(h) * norm_weight, h), both [..., n] of the dtype of x, which all operands have. The norm is that
-    of h as it is returned.
+    of the returned h.
 
     Gradient: through `matmul_all_reduce` and torch's rms_norm. torch.autocast casts all operands.
     """
@@ -144,9 +148,9 @@ def matmul_all_reduce_rms_norm(
 def all_reduce_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, comm: TorchComm, bias: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """h = residual + all_reduce(x) + bias, and rms_norm(h) * weight, in one operation.
+    """Computes h = residual + all_reduce(x) + bias, and rms_norm(h) * weight, in one operation.
 
-    As `matmul_all_reduce_rms_norm`, where x is what the ranks' products would be.
+    Like `matmul_all_reduce_rms_norm`, with x in place of the ranks' products.
 
     Args:
         x: [..., n], the same shape on all ranks.
@@ -163,22 +167,23 @@ def all_reduce_rms_norm(
 def all_to_all_matmul(
     x: Tensor, weight: Tensor, comm: TorchComm, bias: Tensor | None = None, *, algorithm: str = "auto"
 ) -> Tensor:
-    """linear(all_to_all(x, split_dim=0, concat_dim=-1), weight, bias): heads become tokens, and are multiplied.
+    """Computes linear(all_to_all(x, split_dim=0, concat_dim=-1), weight, bias): exchanges heads for tokens, then
+    multiplies.
 
-    The projection behind attention whose heads are sharded, where the tokens of its result are.
+    The projection after attention with sharded heads, for a result with sharded tokens.
 
     Args:
         x: [tokens, ..., k / size], the same shape on all ranks: all tokens, this rank's features, in rank order.
             tokens is divisible by the number of ranks; dimension 0 is outermost, others only make more rows.
         weight: [n, k], all of it on every rank.
         bias: [n].
-        algorithm: "auto", "sequential", "chunked": this rank's rows come in pieces, all under way at once, and one is
-            multiplied while the next arrives; or "ring": such pieces straight from the other ranks' memory to where
-            they are multiplied, for ranks that reach each other's.
+        algorithm: "auto", "sequential", "pipelined": this rank's rows arrive in pieces, all in flight at once, and one
+            is multiplied while the next arrives; or "p2p": such pieces are read straight from the other ranks' memory
+            into the operand, for ranks with mapped peer memory.
 
     Returns: [tokens / size, ..., n], of the dtype of x.
 
-    Gradient: of x by `matmul_all_to_all`; for that of the weight, x is exchanged once more, behind that product.
+    Gradient: of x by `matmul_all_to_all`; for that of the weight, x is exchanged once more, while that product runs.
     """
     return _ops.all_to_all_matmul(x, weight, bias, *group(comm), algorithm)
 
@@ -191,23 +196,23 @@ def matmul_all_to_all(
     *,
     algorithm: str = "auto",
 ) -> list[Tensor]:
-    """[all_to_all(linear(x, w, b), split_dim=-1, concat_dim=0) for each w, b]: tokens are multiplied, and become heads.
+    """Computes [all_to_all(linear(x, w, b), split_dim=-1, concat_dim=0) for each w, b]: multiplies, then exchanges
+    tokens for heads.
 
-    The projections before attention whose heads are sharded: queries, keys and values with their own numbers of heads.
+    The projections before attention with sharded heads: queries, keys and values with their own numbers of heads.
 
     Args:
         x: [tokens / size, ..., k], the same shape on all ranks: this rank's tokens.
         weights: each [n_i, k], all of it on every rank, n_i divisible by the number of ranks.
         biases: none, or one entry [n_i] for each weight; None stands for no bias.
-        algorithm: "auto", "sequential", "chunked": the features of one rank after the other; one part travels, to
-            where it belongs in the result, while the next is computed; or "ring": such parts through memory that the
-            ranks share.
+        algorithm: "auto", "sequential", "pipelined": computes the features of one rank after the other, and sends one
+            part to its place in the result while the next is computed; or "p2p": such parts through symmetric memory.
 
     Returns: for each weight [tokens, ..., n_i / size], of the dtype of x: all tokens, this rank's features.
 
-    Gradient: the results' gradients are exchanged back in pieces of rows, each behind the product before.
+    Gradient: the results' gradients are exchanged back in pieces of rows, each while the previous product runs.
     """
-    weights = one_each("matmul_all_to_all", weights)
+    weights = one_per_weight("matmul_all_to_all", weights)
     return _ops.matmul_all_to_all(x, weights, biases, *group(comm), algorithm)
 
 
@@ -222,22 +227,23 @@ def bulk_overlap_matmul(
     dim: int = 0,
     algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """linear(x, weight, bias), and beside it a collective of `other`, which has nothing to do with the product.
+    """Computes linear(x, weight, bias), concurrently with an independent collective of `other`.
 
     Args:
-        x: [..., k] with two or more dimensions, of any shape on each rank but for "auto", which looks at its rows.
+        x: [..., k] with two or more dimensions, of any shape on each rank except for "auto", which uses its rows.
         weight: [n, k].
         other: the same shape on all ranks, one or more dimensions; any dtype to gather, numbers to reduce.
         bias: [n].
-        collective: "all_gather" or "reduce_scatter" (the sum) of `other` along `dim`. 0 needs no copies.
-        algorithm: "auto", "sequential", "chunked": the communicator's own collective in the background, or "bulk": the
-            ranks' shared memory, from which each sums its part in rank order, 16-bit floats in fp32. To reduce by
-            "bulk", `other` is float64, float32, float16 or bfloat16.
+        collective: "all_gather" or "reduce_scatter" (the sum) of `other` along `dim`.
+        dim: the dimension of the collective. 0 needs no copies.
+        algorithm: "auto", "sequential", "pipelined": the communicator's own collective in the background, or "bulk":
+            symmetric memory, from which each rank sums its part in rank order, 16-bit floats in fp32. To reduce by
+            "bulk", `other` must be float64, float32, float16 or bfloat16.
 
     Returns: the product [..., n], of the dtype of x, and `all_gather(other, dim)` or `reduce_scatter(other, dim)`.
 
-    Gradient: that of `other` is the dual collective, beside the products that are the gradients of x and the weight.
-    torch.autocast leaves `other` as it is.
+    Gradient: that of `other` is the dual collective, concurrent with the products for the gradients of x and the
+    weight. torch.autocast does not cast `other`.
     """
     return _ops.bulk_overlap_matmul(x, weight, bias, other, collective, *group(comm), dim, algorithm)
 
@@ -257,38 +263,38 @@ def scaled_all_gather_matmul(
     scaling_mode: ScalingMode | int = ScalingMode.CURRENT_TENSOR_SCALING,
     return_gathered: bool = False,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """`all_gather_matmul` of 8-bit floats: a value is data * scale_inv. Only 8-bit data and scales of blocks travel.
+    """`all_gather_matmul` of 8-bit floats: a value is data * scale_inv. Only 8-bit data and block scales are sent.
 
     Args:
         x: [..., k] of float8_e4m3fn or float8_e5m2, the same shape on all ranks; k is a multiple of 16 (MXFP8: 32).
-        x_scale_inv: the layout that `quantize` gives for `scaling_mode`. One factor for the tensor is equal on all
-            ranks: quantize with the largest magnitude of all. Scales of blocks or rows are this rank's own: each row
-            has some, which are gathered with it. MXFP8's are not swizzled: `unswizzle_scales` those that are.
+        x_scale_inv: in the layout of `quantize` for `scaling_mode`. A single scale for the tensor must be equal on all
+            ranks: quantize with the largest magnitude of all. Block and row scales are this rank's own: they are
+            gathered with their rows. MXFP8 scales must not be swizzled: apply `unswizzle_scales` if they are.
         weights: each [n_i, k] of float8_e4m3fn or float8_e5m2, not float8_e5m2 if x is; n_i is a multiple of 8, for
             float32 products of 4.
-        weights_scale_inv: for each weight, as `quantize` gives them; this rank's own.
+        weights_scale_inv: for each weight, as returned by `quantize`; this rank's own.
         biases: none, or one entry [n_i] of out_dtype for each weight; None stands for no bias.
         gather_dim: the dimension of rows to gather along, not the last one. 0 needs no copies.
         out_dtype: of the products: float32, float16 or bfloat16. Sums are float32 and are rounded once.
-        use_split_accumulator: on Hopper: sums are promoted to float32 as they grow.
-        algorithm: "auto", "sequential", "chunked", "ring" or "fused" (sm_90; one factor for each operand or row,
+        use_split_accumulator: on Hopper, promotes sums to float32 during accumulation.
+        algorithm: "auto", "sequential", "pipelined", "p2p" or "fused" (sm_90; one scale for each operand or row,
             16-bit out_dtype, no split accumulator).
         scaling_mode: of x and the weights. With BLOCK_2D_SCALING the weights have blocks of 128 x 128, and x those of
-            BLOCK_1D_SCALING. Blocks: the rows of x are a multiple of 8.
-        return_gathered: whether to return the gathered x and its scales too.
+            BLOCK_1D_SCALING. With block scales the number of rows of x must be a multiple of 8.
+        return_gathered: if True, returns the gathered x and its scales too.
 
     Returns: the products [..., n_i] in out_dtype; the gathered x, or an empty tensor; the scales of its rows [rows,
-        blocks], or an empty tensor, also where the tensor has one factor.
+        blocks], or an empty tensor, also if the tensor has a single scale.
 
     Raises:
-        InvalidValueError, InvalidTypeError: shapes, dtypes or scales do not fit; nothing was sent.
+        InvalidValueError, InvalidTypeError: shapes, dtypes or scales do not match; nothing was sent.
 
-    No gradient: it raises when one is asked. torch.autocast leaves all operands as they are.
+    No gradient: raises if one is requested. torch.autocast casts no operand.
     """
     return _ops.scaled_all_gather_matmul(
         x,
         x_scale_inv,
-        one_each("scaled_all_gather_matmul", weights),
+        one_per_weight("scaled_all_gather_matmul", weights),
         weights_scale_inv,
         biases,
         *group(comm),
@@ -320,20 +326,20 @@ def scaled_matmul_reduce_scatter(
 
     Args:
         x: [..., k] of float8_e4m3fn or float8_e5m2, the same shape on all ranks; k is a multiple of 16 (MXFP8: 32).
-        x_scale_inv, weight_scale_inv: as `quantize` gives them for `scaling_mode`, not swizzled; this rank's own.
+        x_scale_inv, weight_scale_inv: as returned by `quantize` for `scaling_mode`, not swizzled; this rank's own.
         weight: [n, k] of float8_e4m3fn or float8_e5m2, not float8_e5m2 if x is; n is a multiple of 8, for a float32
             result of 4.
         bias: [n] of out_dtype, added once, after the reduction.
         scatter_dim: the dimension of rows to scatter along, divisible by the number of ranks. 0 needs no copies.
         op: "sum" or "avg".
-        out_dtype: of the partial products that travel, and of the result: float32, float16 or bfloat16.
-        use_split_accumulator, algorithm, scaling_mode: as for `scaled_all_gather_matmul`. Blocks: the rows of the
-            result are a multiple of 8.
+        out_dtype: of the partial products that are sent, and of the result: float32, float16 or bfloat16.
+        use_split_accumulator, algorithm, scaling_mode: as for `scaled_all_gather_matmul`. With block scales the number
+            of rows of the result must be a multiple of 8.
 
     Raises:
-        InvalidValueError, InvalidTypeError: shapes, dtypes or scales do not fit; nothing was sent.
+        InvalidValueError, InvalidTypeError: shapes, dtypes or scales do not match; nothing was sent.
 
-    No gradient: it raises when one is asked. torch.autocast leaves all operands as they are.
+    No gradient: raises if one is requested. torch.autocast casts no operand.
     """
     return _ops.scaled_matmul_reduce_scatter(
         x,
@@ -370,13 +376,13 @@ def scaled_matmul_all_reduce(
     Args:
         x, x_scale_inv, weight, weight_scale_inv, out_dtype, op: as for `scaled_matmul_reduce_scatter`.
         bias: [n] of out_dtype, added once, after the reduction.
-        use_split_accumulator, algorithm, scaling_mode: as for `scaled_all_gather_matmul`. Blocks: the rows of x are a
-            multiple of 8.
+        use_split_accumulator, algorithm, scaling_mode: as for `scaled_all_gather_matmul`. With block scales the number
+            of rows of x must be a multiple of 8.
 
     Raises:
-        InvalidValueError, InvalidTypeError: shapes, dtypes or scales do not fit; nothing was sent.
+        InvalidValueError, InvalidTypeError: shapes, dtypes or scales do not match; nothing was sent.
 
-    No gradient: it raises when one is asked. torch.autocast leaves all operands as they are.
+    No gradient: raises if one is requested. torch.autocast casts no operand.
     """
     return _ops.scaled_matmul_all_reduce(
         x,

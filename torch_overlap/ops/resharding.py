@@ -1,7 +1,7 @@
-"""Local tensors of a connected mesh, from one layout to another.
+"""Converts local tensors of a connected mesh from one layout to another.
 
-Layouts are words, as str(Layout) gives them: "[dp],[tp] P{cp} I{ep}"; `mesh` is the name of what
-`torch_overlap.mesh.connect` made. Made of the collectives above: autograd, torch.vmap and compilers see those.
+Layouts are text, as from str(Layout): "[dp],[tp] P{cp} I{ep}"; `mesh` is the name of a mesh from
+`torch_overlap.mesh.connect`. Composed of the collectives above: autograd, torch.vmap and compilers see those.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ _ops = torch.ops.torch_overlap
 
 
 def reshard(x: Tensor, mesh: MeshComms, from_layout: str, to_layout: str, shape: Sequence[int]) -> Tensor:
-    """This rank's part of a tensor under another layout, by the cheapest plan (`mesh.plan`).
+    """Returns this rank's part of a tensor under another layout, by the cheapest plan (`mesh.plan`).
 
     Args:
-        x: its part under `from_layout`. Uneven parts are as torch.chunk cuts, and are padded on the wire.
+        x: this rank's part under `from_layout`. Uneven parts are cut as in torch.chunk, and are padded for transfer.
+        mesh: the connected mesh.
+        from_layout: the layout of `x`, as text.
+        to_layout: the layout of the result, as text.
         shape: of the whole tensor.
 
-    Returns: a tensor that may share memory with `x`, where nothing is sent.
+    Returns: a tensor that may share memory with `x` if nothing is sent.
 
-    Gradient: a value that is replicated, sharded, pending or invariant (R, S, P, I) along an axis has a gradient that
-    is pending, sharded, replicated, invariant; not for reductions but sum and avg.
+    Gradient: a value that is replicated, sharded, partial or invariant (R, S, P, I) along an axis has a gradient that
+    is partial, sharded, replicated or invariant. Only for the reductions sum and avg.
     """
     return _ops.reshard(x, mesh.name, from_layout, to_layout, shape)

@@ -1,8 +1,8 @@
-"""One-sided operations on a window (`TorchComm.new_window`): what its methods do, where a compiler can see it.
+"""One-sided operations on a window (`TorchComm.new_window`), as operators that a compiler can see.
 
-`x` is the window's own tensor, `window.get_tensor()`, and stands for the window: all three are said to change it, so
-they stay, in order with each other and with what is done with `x`. Pass it to a compiled function as an argument.
-Inductor works in the window's memory; a backend that works on copies (aot_eager) gets an error. No gradients.
+`x` is the window's own tensor, `window.get_tensor()`, and stands for the window: all three operators are declared to
+mutate it, so they are kept, in order with each other and with other uses of `x`. Pass it to a compiled function as an
+argument. Inductor works in the window's memory; a backend that works on copies (aot_eager) raises. No gradients.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def _name(window: TorchCommWindow) -> str:
 
 
 def put(x: Tensor, source: Tensor, window: TorchCommWindow, dst: int, offset: int = 0) -> None:
-    """Copies `source` to the elements from `offset` on of the tensor of rank `dst`. Signals nobody."""
+    """Copies `source` into the tensor of rank `dst`, starting at element `offset`. Sends no signal."""
     _ops.put(x, source, dst, offset, _name(window))
 
 
 def signal(x: Tensor, window: TorchCommWindow, dst: int) -> None:
-    """Adds one to the signals that rank `dst` has of this rank: what was put before is there when it is seen."""
+    """Increments rank `dst`'s count of signals from this rank. Previous puts are visible once it is seen."""
     _ops.signal(x, dst, _name(window))
 
 
 def wait_signal(x: Tensor, window: TorchCommWindow, src: int) -> None:
-    """Waits for a signal of rank `src` that no wait has consumed; what that rank had put before is then in `x`."""
+    """Waits for a signal of rank `src` that no wait has consumed. That rank's previous puts are then visible in `x`."""
     _ops.wait_signal(x, src, _name(window))

@@ -1,4 +1,4 @@
-"""Tests over several ranks: `run_ranks` runs one function on every rank and brings the results back."""
+"""Tests over several ranks: `run_ranks` runs one function on every rank and returns the results."""
 
 from torch_overlap._gpus import gpu_of, gpu_ranks
 from torch_overlap.testing._ranks import run_ranks

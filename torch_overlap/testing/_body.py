@@ -1,4 +1,4 @@
-"""What one rank does for one call: makes its communicator, runs the function, and leaves nothing behind."""
+"""One rank's execution of one call: makes its communicator, runs the function, and cleans up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_overlap.testing._report import Outcome
 
 @dataclass
 class Job:
-    """One call of run_ranks, as every rank of it sees it."""
+    """One call of run_ranks, common to all its ranks."""
 
     name: str
     size: int
@@ -29,7 +29,7 @@ class Job:
 
 @dataclass
 class Task:
-    """One rank's share of a call. `args` is pickled: it may hold classes of the test's own module."""
+    """One rank's share of a call. `args` is pickled, since it may hold classes of the test's own module."""
 
     job: Job
     rank: int
@@ -44,7 +44,7 @@ class Task:
 
 @contextmanager
 def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets variables (None: takes them out), and puts back what was there."""
+    """Sets variables (None unsets one), and restores the previous values."""
     before = {key: os.environ.get(key) for key in changes}
     try:
         _set(changes)
@@ -63,7 +63,7 @@ def _set(changes: Mapping[str, str | None]) -> None:
 
 def run_body(job: Job, rank: int, store: Any, fn: Callable[..., Any], args: tuple[Any, ...],
              made: Callable[[Any], None] = lambda comm: None) -> Outcome:  # fmt: skip
-    """Runs `fn` as `rank` and turns whatever happens into an Outcome. `made` is told of the communicator."""
+    """Runs `fn` as `rank` and turns any result or exception into an Outcome. `made` is called with the communicator."""
     comm: Any = None
     try:
         if not job.comm:
@@ -83,8 +83,8 @@ def run_body(job: Job, rank: int, store: Any, fn: Callable[..., Any], args: tupl
         text = traceback.format_exc()
         skipped = type(error).__name__ == "Skipped"
         if comm is not None and not comm.is_finalized():
-            # An abort frees the other ranks, which may be waiting for this one. All ranks skip together.
-            _quietly(comm.finalize if skipped else comm.abort)
+            # An abort releases the other ranks, which may be waiting for this one. All ranks skip together.
+            _suppress_errors(comm.finalize if skipped else comm.abort)
         return Outcome(False, skipped=str(error)) if skipped else Outcome(False, error=text)
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -101,10 +101,10 @@ def _end_process_group() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        _quietly(dist.destroy_process_group)
+        _suppress_errors(dist.destroy_process_group)
 
 
-def _quietly(end: Callable[[], object]) -> None:
+def _suppress_errors(end: Callable[[], object]) -> None:
     try:
         end()
     except Exception:

@@ -1,4 +1,4 @@
-"""The rank processes of this process. They live until it ends, or until one of them dies or hangs."""
+"""The rank processes of this process. They live until it exits, or until one of them dies or hangs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from typing import IO, Any
 from torch_overlap.testing._body import Job, Task
 from torch_overlap.testing._report import Outcome
 
-START_SECONDS = 180.0  # importing torch on a loaded machine
-GRACE_SECONDS = 15.0  # how long the other ranks may go on after the first that failed
+START_SECONDS = 180.0  # includes importing torch on a loaded machine
+GRACE_SECONDS = 15.0  # time that the other ranks have after the first failure
 LOG_BYTES = 8000
 
 
 class Worker:
-    """One process, its pipe and the file with what it prints."""
+    """One process, its pipe and the file with its output."""
 
     def __init__(self) -> None:
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
@@ -55,13 +55,13 @@ class Worker:
         self.ready = True
 
     def printed(self) -> str:
-        """The last lines that it printed in this call."""
+        """Returns the last lines of its output in this call."""
         size = os.fstat(self.log.fileno()).st_size
         start = max(self.log_start, size - LOG_BYTES)
         return os.pread(self.log.fileno(), size - start, start).decode(errors="replace")
 
     def stacks(self) -> str:
-        """Where its Python threads are."""
+        """Returns the stacks of its Python threads."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)
         time.sleep(0.3)
@@ -92,8 +92,8 @@ class Pool:
         self._workers.clear()
 
     def run(self, make_task: Callable[[int, int], Task], job: Job) -> dict[int, Outcome]:
-        """Runs each rank's task on a process of its own. Afterwards every process is idle, or a new pool begins."""
-        port = self._grow(job.size)
+        """Runs each rank's task in its own process. Afterwards every process is idle, or the pool is replaced."""
+        port = self._ensure_workers(job.size)
         workers = self._workers[: job.size]
         for rank, worker in enumerate(workers):
             worker.log_start = os.fstat(worker.log.fileno()).st_size
@@ -108,7 +108,8 @@ class Pool:
         return outcomes
 
     def _collect(self, workers: list[Worker], job: Job, outcomes: dict[int, Outcome]) -> bool:
-        """Fills `outcomes`; False if a rank died, did not end in time, or failed with groups of its own."""
+        """Fills `outcomes`; returns False if a rank died, did not finish in time, or failed with process groups of its
+        own."""
         healthy = True
         deadline = time.monotonic() + job.timeout
         pending: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
@@ -130,18 +131,18 @@ class Pool:
                     outcomes[rank] = Outcome(False, error=f"{worker.end()}; it printed:\n{worker.printed()}")
                     healthy = False
                 if not outcomes[rank].ok:
-                    # What a body that failed has left of torch's process groups, nobody knows.
+                    # The state of torch's process groups after a failed body is unknown.
                     healthy = healthy and (job.comm or bool(outcomes[rank].skipped))
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return healthy
 
-    def _grow(self, size: int) -> int:
-        """At least `size` processes, and the port of the store that they meet at."""
+    def _ensure_workers(self, size: int) -> int:
+        """Ensures at least `size` processes, and returns the port of their rendezvous store."""
         import torch.distributed as c10d
 
         dist: Any = c10d
         if self._store is None:
-            # Port 0 and no wait: clients come and go with the calls.
+            # Any free port, without a wait: clients connect and disconnect with the calls.
             self._store = dist.TCPStore(
                 "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_SECONDS)
             )
@@ -168,5 +169,5 @@ def pool() -> Pool:
 
 
 def call_name() -> str:
-    """A name that no other call of this process has had: communicators and store keys begin with it."""
+    """Returns a name that is unique in this process, as a prefix of communicators and store keys."""
     return f"ranks{next(_calls)}"

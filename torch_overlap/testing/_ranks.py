@@ -1,4 +1,4 @@
-"""run_ranks: one function on every rank."""
+"""run_ranks: runs one function on every rank."""
 
 from __future__ import annotations
 
@@ -28,20 +28,29 @@ def run_ranks(
 ) -> list[Any]:
     """Calls `fn(comm, *args)` on `size` ranks, with a fresh communicator, and returns the results by rank.
 
-    With `comm=False` it calls `fn(rank, size, store, *args)` instead; `store` is this call's own.
+    With `comm=False` it calls `fn(rank, size, store, *args)` instead; `store` belongs to this call only.
 
-    Ranks are processes that live on between calls (importing torch costs seconds), so `fn` is a module-level function
-    that leaves no global state behind; arguments and results are pickled. Of the backend "local" ranks are threads of
-    this process, and any callable will do. Of "fake" the ranks run one after the other, here.
+    Ranks are processes that are reused between calls (importing torch is slow), so `fn` must be a module-level function
+    that leaves no global state; arguments and results are pickled. With the backend "local" ranks are threads of this
+    process, and `fn` may be any callable. With "fake" the ranks run one after the other, in this thread.
 
-    Where every process of a torchrun makes the same calls (pytest, say) and TORCH_OVERLAP_TEST_RANKS is "torchrun",
-    these processes are the ranks in place of threads, over gloo; a call of more ranks than there are is skipped.
+    If every process of a torchrun makes the same calls (from pytest, for example) and TORCH_OVERLAP_TEST_RANKS is
+    "torchrun", these processes are the ranks instead of threads, over gloo; a call of more ranks than processes is
+    skipped.
 
-    Communicators are finalized after `fn`; if `fn` raises, aborted, which frees the ranks that wait for this one. They
-    have half of `timeout` as their own and raise rather than end the process. A rank not back after `timeout`, or dead,
-    costs all rank processes: new ones start with the next call.
+    Communicators are finalized after `fn`. If `fn` raises, they are aborted, which releases the ranks that wait for
+    this one. Their timeout is half of `timeout`, and they raise rather than end the process. If a rank does not return
+    within `timeout`, or dies, all rank processes are replaced at the next call.
 
-    device: "cuda" is the GPU of that rank (gpu_of()). env: variables that are set during the call; None takes one out.
+    Args:
+        fn: the function.
+        size: number of ranks.
+        args: further arguments of `fn`.
+        backend: of the communicator.
+        device: "cuda" means the GPU of that rank (gpu_of()).
+        timeout: of the call, in seconds.
+        comm: if False, makes no communicator.
+        env: environment variables during the call; None unsets one.
 
     Raises:
         RanksFailed: with the traceback of every rank that failed.
@@ -108,9 +117,9 @@ def _run_threads(job: Job, fn: Callable[..., Any], args: tuple[Any, ...],
         for thread in threads:
             thread.join(GRACE_SECONDS if late else None)
     for rank in late:
-        told = outcomes[rank].error if rank in outcomes else _stack(threads[rank])
+        details = outcomes[rank].error if rank in outcomes else _stack(threads[rank])
         outcomes[rank] = Outcome(
-            False, error=f"did not end within {job.timeout:g} s; its communicator was aborted\n{told}"
+            False, error=f"did not end within {job.timeout:g} s; its communicator was aborted\n{details}"
         )
     return outcomes
 

@@ -1,4 +1,4 @@
-"""What came back from the ranks of one call, and the one exception that tells of it."""
+"""The outcomes of the ranks of one call, and the exception that reports them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Outcome:
-    """The end of one rank: a value, or the text of what went wrong."""
+    """The outcome of one rank: a value, or the text of an error."""
 
     ok: bool
     value: Any = None
@@ -17,7 +17,8 @@ class Outcome:
 
 
 class RanksFailed(AssertionError):
-    """Some ranks raised, died or did not end. `errors[rank]` is the rank's traceback, or what is known of its end."""
+    """Some ranks raised, died or did not finish. `errors[rank]` is the rank's traceback, or what is known of its
+    end."""
 
     def __init__(self, what: str, errors: dict[int, str]) -> None:
         self.errors = errors
@@ -27,7 +28,7 @@ class RanksFailed(AssertionError):
 
 
 def values(what: str, outcomes: dict[int, Outcome]) -> list[Any]:
-    """The values in rank order; raises RanksFailed if a rank failed, and skips the test if a rank did."""
+    """Returns the values in rank order. Raises RanksFailed if a rank failed, and skips the test if one was skipped."""
     errors = {rank: outcome.error for rank, outcome in outcomes.items() if not outcome.ok and not outcome.skipped}
     if errors:
         raise RanksFailed(what, errors)

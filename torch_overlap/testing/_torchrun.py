@@ -1,4 +1,4 @@
-"""The ranks of a call are the processes that torchrun started, all of which make the call."""
+"""Ranks of a call that are the processes of torchrun, all of which make the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIABLE = "TORCH_OVERLAP_TEST_RANKS"
 
 
 def is_chosen() -> bool:
-    """Is this process one of torchrun's, whose ranks are to stand in for threads?"""
+    """Returns True if this process is one of torchrun's, whose ranks replace threads."""
     chosen = os.environ.get(VARIABLE, "threads")
     if chosen not in ("threads", "torchrun"):
         raise ValueError(f"run_ranks: expected {VARIABLE} to be threads or torchrun, got {chosen!r}")
@@ -31,7 +31,8 @@ def is_chosen() -> bool:
 
 def run_here(job: Job, fn: Callable[..., Any], args: tuple[Any, ...],
              changes: Mapping[str, str | None]) -> dict[int, Outcome]:  # fmt: skip
-    """Runs `fn` in this process, over gloo, if it is one of the first `job.size`; the outcomes of all of these."""
+    """Runs `fn` in this process, over gloo, if it is one of the first `job.size`; returns the outcomes of all of
+    these."""
     rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if job.size > started:
         return {0: Outcome(False, skipped=f"needs {job.size} ranks, torchrun started {started}")}
@@ -40,7 +41,7 @@ def run_here(job: Job, fn: Callable[..., Any], args: tuple[Any, ...],
         with environment(changes):
             outcome = run_body(replace(job, backend="gloo"), rank, store, fn, args)
         store.set(_key(job, rank), _pickled(outcome))
-    # A rank is given its own time, and that of ranks which see late that another one failed.
+    # Each rank gets its own time, plus that of ranks that see another rank's failure late.
     store.set_timeout(timedelta(seconds=job.timeout + GRACE_SECONDS))
     outcomes = {}
     for other in range(job.size):

@@ -22,7 +22,7 @@ _loaded: dict[str, tuple[float, ModuleType]] = {}
 
 
 def load_module(name: str, file: str) -> ModuleType:
-    """The module under the name that the parent knows it by, loaded from its file (again if the file has changed)."""
+    """Returns the module under the parent's name for it, loaded from its file (again if the file has changed)."""
     changed = Path(file).stat().st_mtime
     if name in _loaded and _loaded[name][0] == changed:
         return _loaded[name][1]
@@ -59,9 +59,10 @@ def run_task(task: Task) -> Outcome:
 def main() -> None:
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # how the parent asks a rank that hangs where it is
+    # The parent requests the stacks of a hanging rank by this signal.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
 
     import torch_overlap  # noqa: F401  (imported once, before the first call)

@@ -1,4 +1,4 @@
-"""Inputs that every rank can compute for every rank, poisoned outputs, and what a reduction must give."""
+"""Inputs that every rank can compute for every rank, poisoned outputs, and expected results of reductions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTEGERS = (
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-# What moves and is not reduced.
+# Dtypes that are sent but not reduced.
 OTHERS = (
     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
     torch.bits8, torch.bits16,
@@ -27,7 +27,7 @@ _BITWISE = (RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR)
 
 
 def rank_input(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The input of a rank, on the CPU: fresh with every seed, the same wherever it is computed."""
+    """Returns the input of a rank, on the CPU: different for every seed, and the same wherever it is computed."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     shape = tuple(shape)
     if dtype is torch.bool:
@@ -49,7 +49,7 @@ def rank_input(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """A buffer whose old bytes show up in a comparison: NaN in most float types, a large number in integers."""
+    """Returns a buffer whose old bytes show up in a comparison: NaN in most float types, a large number in integers."""
     if dtype is torch.bool:
         return torch.ones(tuple(shape), dtype=dtype, device=device)
     count = math.prod(shape) * dtype.itemsize
@@ -57,7 +57,7 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, device: torch.device | st
 
 
 def is_legal(op: RedOpType, dtype: torch.dtype) -> bool:
-    """Whether the reduction means something: the table of docs/errors.md."""
+    """Returns True if the reduction is defined for the dtype, by the table of docs/errors.md."""
     if dtype.is_complex:
         return op in _LINEAR
     if dtype is torch.bool:
@@ -68,7 +68,7 @@ def is_legal(op: RedOpType, dtype: torch.dtype) -> bool:
 
 
 def reduced(op: ReduceOp, inputs: Sequence[Tensor], factors: Sequence[float] | None = None) -> Tensor:
-    """The exact result as near as fp64, int64 and complex128 can say it; `factors` of a PREMUL_SUM, by rank."""
+    """Returns the result in fp64, int64 or complex128; `factors` of a PREMUL_SUM, by rank."""
     dtype = inputs[0].dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
     parts = torch.stack([part.to(wide) for part in inputs])
@@ -100,7 +100,8 @@ def reduced(op: ReduceOp, inputs: Sequence[Tensor], factors: Sequence[float] | N
 
 
 def assert_reduced(got: Tensor, op: ReduceOp, inputs: Sequence[Tensor], factors: Sequence[float] | None = None) -> None:
-    """Every element within the rounding of len(inputs) additions in its own type; integers and bools exactly."""
+    """Checks that every element is within the rounding of len(inputs) additions in its type; integers and bools
+    exactly."""
     expected = reduced(op, inputs, factors)
     dtype = inputs[0].dtype
     assert got.dtype is dtype, f"expected {dtype}, got {got.dtype}"
@@ -109,7 +110,7 @@ def assert_reduced(got: Tensor, op: ReduceOp, inputs: Sequence[Tensor], factors:
     if dtype is torch.bool:
         bad = got != expected
     elif not dtype.is_floating_point and not dtype.is_complex:
-        # Through bytes: what a type cannot hold wraps, as in C.
+        # Through bytes: overflow wraps, as in C.
         bad = got.to(torch.int64) != expected.to(dtype).to(torch.int64)
     else:
         wide = expected.dtype
@@ -119,12 +120,12 @@ def assert_reduced(got: Tensor, op: ReduceOp, inputs: Sequence[Tensor], factors:
             weight = weight * max(1.0, *(abs(factor) for factor in factors))
         real = dtype.to_real()
         tolerance = 2 * (len(inputs) + 1) * torch.finfo(real).eps * weight + torch.finfo(real).tiny
-        bad = ~((got.to(wide) - expected).abs() <= tolerance)  # also where it is NaN
+        bad = ~((got.to(wide) - expected).abs() <= tolerance)  # also catches NaN
     _fail_where(bad, got, expected, f"{op} of {len(inputs)} {dtype} inputs")
 
 
 def assert_equal(got: Tensor, expected: Tensor, what: str = "") -> None:
-    """Every byte."""
+    """Checks that every byte is equal."""
     got = got.detach().cpu()
     assert got.dtype is expected.dtype, f"{what}: expected {expected.dtype}, got {got.dtype}"
     assert got.shape == expected.shape, f"{what}: expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"

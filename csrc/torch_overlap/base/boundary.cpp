@@ -5,14 +5,14 @@
 namespace torch_overlap {
 namespace {
 
-std::atomic<ThrowCounterpart> counterpart{nullptr};
+std::atomic<ExceptionTranslator> exception_translator{nullptr};
 
 }  // namespace
 
-void set_throw_counterpart(ThrowCounterpart throw_counterpart) { counterpart = throw_counterpart; }
+void set_exception_translator(ExceptionTranslator translate) { exception_translator = translate; }
 
-void leave(const Error& caught) {
-  if (const ThrowCounterpart throw_counterpart = counterpart) throw_counterpart(caught);
+void rethrow_translated(const Error& caught) {
+  if (const ExceptionTranslator translate = exception_translator) translate(caught);
   throw;
 }
 

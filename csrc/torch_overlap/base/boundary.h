@@ -7,23 +7,23 @@
 
 namespace torch_overlap {
 
-// Where an Error leaves the library through torch's dispatcher: torch hands its own exceptions on
-// to the caller's language, and makes a plain RuntimeError of any other. So bindings name the
-// function that throws torch's counterpart of an Error. In a C++ program there is none, and an
-// Error stays one.
-using ThrowCounterpart = void (*)(const Error&);
-TORCH_OVERLAP_API void set_throw_counterpart(ThrowCounterpart throw_counterpart);
+// Translates an Error that leaves the library through torch's dispatcher. Torch passes its own
+// exceptions on to the caller's language, and makes a plain RuntimeError of any other. Bindings
+// therefore register the function that throws torch's counterpart of an Error. A C++ program
+// registers none, and an Error stays an Error.
+using ExceptionTranslator = void (*)(const Error&);
+TORCH_OVERLAP_API void set_exception_translator(ExceptionTranslator translate);
 
-// Throws what `caught`, the Error being handled, leaves as.
-[[noreturn]] TORCH_OVERLAP_API void leave(const Error& caught);
+// Throws the translation of `caught`, the Error being handled.
+[[noreturn]] TORCH_OVERLAP_API void rethrow_translated(const Error& caught);
 
-// What `call` returns, or its Error as it leaves the library.
+// Returns the result of `call`, or throws the translation of its Error.
 template <typename F>
-decltype(auto) at_boundary(F&& call) {
+decltype(auto) with_exception_translation(F&& call) {
   try {
     return std::forward<F>(call)();
   } catch (const Error& error) {
-    leave(error);
+    rethrow_translated(error);
   }
 }
 

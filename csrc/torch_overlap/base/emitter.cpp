@@ -9,7 +9,8 @@
 namespace torch_overlap {
 namespace {
 
-// The code point that begins at `at`, and the bytes that it takes; a bad byte is '?' and one byte.
+// Returns the code point that begins at `at`, and its length in bytes; '?' and one byte if it is
+// bad.
 std::pair<uint32_t, size_t> decode(std::string_view text, size_t at) {
   constexpr std::pair<uint32_t, size_t> kBad{'?', 1};
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
@@ -22,9 +23,9 @@ std::pair<uint32_t, size_t> decode(std::string_view text, size_t at) {
     if ((byte(at + i) & 0xC0) != 0x80) return kBad;
     point = (point << 6) | (byte(at + i) & 0x3F);
   }
-  constexpr std::array<uint32_t, 5> kLeast{0, 0, 0x80, 0x800, 0x10000};
+  constexpr std::array<uint32_t, 5> kMinCodePoint{0, 0, 0x80, 0x800, 0x10000};
   const bool is_surrogate = point >= 0xD800 && point <= 0xDFFF;
-  if (point < kLeast[length] || point > 0x10FFFF || is_surrogate) return kBad;
+  if (point < kMinCodePoint[length] || point > 0x10FFFF || is_surrogate) return kBad;
   return {point, length};
 }
 
@@ -94,7 +95,7 @@ class JsonEmitter final : public Emitter {
       out_ += static_cast<char>(point);
     } else if (point < 0x10000) {
       add_escape(point);
-    } else {  // a pair of surrogates
+    } else {  // surrogate pair
       add_escape(0xD800 + ((point - 0x10000) >> 10));
       add_escape(0xDC00 + ((point - 0x10000) & 0x3FF));
     }
@@ -109,8 +110,8 @@ class JsonEmitter final : public Emitter {
   bool is_first_ = true;
 };
 
-// Opcodes of Python's Lib/pickletools.py. Lists and dicts are built from a mark, so that nothing is
-// counted beforehand.
+// Opcodes of Python's Lib/pickletools.py. Lists and dicts are built from a mark, so that their
+// elements need not be counted in advance.
 class PickleEmitter final : public Emitter {
  public:
   void begin_dict() override { out_ += '('; }
@@ -127,7 +128,7 @@ class PickleEmitter final : public Emitter {
   }
 
   void number(double value) override {
-    out_ += 'G';  // big-endian, unlike all else
+    out_ += 'G';  // big-endian, unlike all other values
     const auto bits = std::bit_cast<uint64_t>(value);
     for (int byte = 7; byte >= 0; --byte) out_ += static_cast<char>(bits >> (8 * byte));
   }

@@ -11,7 +11,7 @@
 namespace torch_overlap {
 
 // Writes nested dicts and lists as text that another program reads. The caller closes what it
-// opens; within a dict every value comes after its key. Text that is not UTF-8 is made so: each bad
+// opens; within a dict every value follows its key. Text that is not UTF-8 is repaired: each bad
 // byte becomes '?'. Threads: one at a time.
 class TORCH_OVERLAP_API Emitter {
  public:
@@ -27,10 +27,11 @@ class TORCH_OVERLAP_API Emitter {
   virtual void integer(int64_t value) = 0;
   virtual void number(double value) = 0;
   virtual void text(std::string_view value) = 0;
-  // All that was written. The emitter is empty afterwards.
+  // Returns everything written so far. The emitter is empty afterwards.
   virtual std::string take() = 0;
 
-  // key and value in one. Not a template on bool: a pointer must not become one.
+  // Writes a key and its value. The overload for numbers is a template: a pointer must not become a
+  // bool.
   void field(std::string_view name, std::string_view value) { key(name), text(value); }
   void field(std::string_view name, const char* value) { key(name), text(value); }
   template <typename Value>

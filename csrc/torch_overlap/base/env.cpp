@@ -19,7 +19,7 @@ std::optional<std::string> text(const char* name) {
   return std::string(value);
 }
 
-// How errors name a variable.
+// Returns the name of a variable for errors.
 std::string variable(const char* name) { return concat("environment variable ", name); }
 
 std::optional<int> number(const char* name, int max = std::numeric_limits<int>::max()) {
@@ -36,7 +36,7 @@ bool flag(const char* name, bool otherwise) {
   return value ? parse_bool(*value, variable(name)) : otherwise;
 }
 
-// The variables in which one family of launchers tells a process who it is.
+// Variables in which one family of launchers passes rank and size to a process.
 struct LauncherVariables {
   const char* family;
   const char* rank;
@@ -44,9 +44,9 @@ struct LauncherVariables {
   const char* local_rank;
 };
 
-// In the order in which they are asked: an explicit setting, then MPI and friends (whose variables
-// are set only below their own launcher), then torchrun, then SLURM, whose variables are also set
-// in a batch script that calls torchrun.
+// Order in which they are queried: an explicit setting, then MPI and similar launchers (whose
+// variables are set only in processes that they start), then torchrun, then SLURM, whose variables
+// are also set in a batch script that calls torchrun.
 constexpr std::array<LauncherVariables, 7> kLaunchers{{
     {"torchcomm", "TORCHCOMM_RANK", "TORCHCOMM_SIZE", "LOCAL_RANK"},
     {"mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
@@ -57,8 +57,9 @@ constexpr std::array<LauncherVariables, 7> kLaunchers{{
     {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
 }};
 
-// TORCHCOMM_RANK and TORCHCOMM_SIZE are looked at whatever the method is.
-bool is_asked(const LauncherVariables& launcher, const std::string& method) {
+// Returns true if the method includes this launcher. TORCHCOMM_RANK and TORCHCOMM_SIZE are read
+// with every method.
+bool is_enabled_by(const LauncherVariables& launcher, const std::string& method) {
   return method == "auto" || method == launcher.family ||
          launcher.family == std::string_view("torchcomm");
 }
@@ -85,8 +86,8 @@ Launcher read_launcher(const LauncherVariables& from) {
   return {from.family, *rank, *size, number(from.local_rank)};
 }
 
-// "gpu[003-007,9],cpu1" -> "gpu003", "rack[0-1]n[2,4]-ib" -> "rack0n2-ib": the first host of a
-// SLURM node list.
+// Returns the first host of a SLURM node list: "gpu[003-007,9],cpu1" -> "gpu003",
+// "rack[0-1]n[2,4]-ib" -> "rack0n2-ib".
 std::string first_slurm_host(const std::string& list) {
   std::string host;
   for (size_t i = 0; i < list.size() && list[i] != ','; ++i) {
@@ -122,12 +123,12 @@ std::chrono::milliseconds Env::health_check_wait() {
   return std::chrono::milliseconds(number("TORCHCOMM_HEALTH_CHECK_WAIT_MS").value_or(0));
 }
 
-// --- Who am I ------------------------------------------------------------------------------------
+// --- Rank and size -------------------------------------------------------------------------------
 
 std::optional<Launcher> Env::launcher() {
   const auto method = query_method();
   for (const LauncherVariables& launcher : kLaunchers) {
-    if (!is_asked(launcher, method)) continue;
+    if (!is_enabled_by(launcher, method)) continue;
     if (text(launcher.rank) || text(launcher.size)) return read_launcher(launcher);
   }
   return std::nullopt;
@@ -141,7 +142,7 @@ std::optional<Launcher> Env::launcher_if_valid() noexcept {
   }
 }
 
-// --- Where do we meet ----------------------------------------------------------------------------
+// --- Store ---------------------------------------------------------------------------------------
 
 std::optional<std::string> Env::master_addr() {
   if (auto address = text("MASTER_ADDR")) return address;
@@ -177,12 +178,12 @@ std::string Env::unique_id_exchange() {
 
 bool Env::graph_timeouts() { return flag("TORCHCOMM_NCCLX_GRAPH_TIMEOUT_MONITORING", false); }
 
-bool Env::may_nvls() { return text("NCCL_NVLS_ENABLE").value_or("") != "0"; }
+bool Env::is_nvls_enabled() { return text("NCCL_NVLS_ENABLE").value_or("") != "0"; }
 
-bool Env::maps_in_captures() { return text("NCCL_GRAPH_REGISTER").value_or("") != "0"; }
+bool Env::is_graph_register_enabled() { return text("NCCL_GRAPH_REGISTER").value_or("") != "0"; }
 
-std::string Env::direct_collectives() {
-  return text("TORCH_OVERLAP_DIRECT_COLLECTIVES").value_or("auto");
+std::string Env::custom_collectives() {
+  return text("TORCH_OVERLAP_CUSTOM_COLLECTIVES").value_or("auto");
 }
 
 std::string Env::serialization() {
@@ -219,7 +220,7 @@ std::optional<int> Env::recorder_signal() {
 
 bool Env::recorder_dynamic_file() { return flag("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME", false); }
 
-// --- Overlapped products -------------------------------------------------------------------------
+// --- Overlapped operators ------------------------------------------------------------------------
 
 bool Env::log_chunks() { return flag("TORCH_OVERLAP_LOG_CHUNKS", false); }
 

@@ -8,8 +8,8 @@
 
 namespace torch_overlap {
 
-// What kind of mistake an Error is. Python sees each kind as its own class, which derives from
-// RuntimeError and, where one fits, from the builtin as well (ValueError, TypeError, ...).
+// Category of an Error. Python has a class for each, which derives from RuntimeError and, if one
+// fits, from the builtin as well (ValueError, TypeError, ...).
 enum class ErrorKind {
   kRuntime,      // a library or a peer failed
   kValue,        // a caller's value is wrong: shape, size, rank, name
@@ -20,7 +20,7 @@ enum class ErrorKind {
   kInterrupted,  // a signal's handler ended a wait: see interrupt.h
 };
 
-// The one exception of the library. Message grammar for a caller's mistake:
+// The only exception of the library. Form of the message for an invalid argument:
 //   <op>: expected <what>, got <value>; <what to do>
 class TORCH_OVERLAP_API Error : public std::runtime_error {
  public:
@@ -38,7 +38,7 @@ template <typename... Parts>
 
 }  // namespace torch_overlap
 
-// Checks `condition`; the message parts are put together only when it does not hold.
+// Checks `condition`. The message is built only if the condition does not hold.
 #define TORCH_OVERLAP_CHECK(condition, kind, ...)                           \
   do {                                                                      \
     if (__builtin_expect(!(condition), 0)) {                                \

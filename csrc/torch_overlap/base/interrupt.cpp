@@ -17,10 +17,11 @@ bool is_interruptible() noexcept { return interrupt_check != nullptr && gettid()
 
 void check_interrupt() {
   if (!is_interruptible()) return;
-  static std::chrono::steady_clock::time_point looked;  // of the one thread that looks
+  // Used only by the one interruptible thread.
+  static std::chrono::steady_clock::time_point last_check;
   const auto now = std::chrono::steady_clock::now();
-  if (now - looked < kInterruptPeriod / 2) return;
-  looked = now;
+  if (now - last_check < kInterruptPeriod / 2) return;
+  last_check = now;
   interrupt_check.load()();
 }
 

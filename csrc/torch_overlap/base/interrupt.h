@@ -9,24 +9,25 @@
 
 namespace torch_overlap {
 
-// Signals, such as Ctrl-C, while a call blocks. A language that handles them on the process's first
-// thread, between two of its own instructions, cannot while that thread waits in here. So its
-// bindings name a check, which the waits of that thread call now and again: they end with the
-// kInterrupted error that it throws. What was waited for goes on. Other threads do not look.
+// Handles signals, such as Ctrl-C, while a call blocks. A language that handles signals on the
+// process's first thread, between two of its own instructions, cannot do so while that thread waits
+// in the library. Its bindings therefore register a check, which the waits of that thread call
+// periodically. A wait ends with the kInterrupted error that the check throws; the operation that
+// was waited for continues. Other threads do not check.
 using InterruptCheck = void (*)();
 TORCH_OVERLAP_API void set_interrupt_check(InterruptCheck check);
 
 constexpr std::chrono::milliseconds kInterruptPeriod{100};
 
-// Whether the calling thread looks for signals.
+// Returns true if the calling thread checks for signals.
 TORCH_OVERLAP_API bool is_interruptible() noexcept;
 
-// Looks, unless it did so a moment ago: for any loop. The caller holds no lock that Python code, a
-// signal's handler or another thread's, may need.
+// Checks for signals, unless it has just done so: for use in any loop. The caller must not hold a
+// lock that Python code of a signal handler or of another thread may need.
 TORCH_OVERLAP_API void check_interrupt();
 
-// condition.wait_until() of a thread that looks. The lock is not held meanwhile, nor when it
-// throws.
+// Calls condition.wait_until(), and checks for signals if the thread is interruptible. The lock is
+// not held during a check, nor when the check throws.
 template <typename TimePoint, typename Done>
 bool wait_interruptibly(std::condition_variable& condition, std::unique_lock<std::mutex>& lock,
                         TimePoint until, const Done& done) {

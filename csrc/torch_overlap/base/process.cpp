@@ -12,18 +12,18 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kPatience = std::chrono::seconds(2);
-constexpr auto kRest = std::chrono::milliseconds(100);
-constexpr auto kNap = std::chrono::microseconds(50);
+constexpr auto kForkLockTimeout = std::chrono::seconds(2);
+constexpr auto kForkGracePeriod = std::chrono::milliseconds(100);
+constexpr auto kForkPollInterval = std::chrono::microseconds(50);
 
-// How many forks lie between this process and the one that loaded the library.
+// Number of forks between the process that loaded the library and this one.
 std::atomic<uint64_t> forks{0};
 
-// What happens around a fork of this process. Never destroyed: forks end with the process only.
-class Forks {
+// Handlers around a fork of this process. Never destroyed: forks may happen until the process ends.
+class ForkLocks {
  public:
-  static Forks& instance() {
-    static auto* const instance = new Forks;
+  static ForkLocks& instance() {
+    static auto* const instance = new ForkLocks;
     return *instance;
   }
 
@@ -40,11 +40,11 @@ class Forks {
  private:
   struct Entry {
     std::mutex* mutex;
-    bool is_taken = false;  // by who forks
-    bool was_free = false;  // since that began
+    bool is_locked = false;  // by the forking thread
+    bool was_free = false;   // at least once since the fork began
   };
 
-  Forks() {
+  ForkLocks() {
     const auto in_child = [] {
       forks.fetch_add(1, std::memory_order_relaxed);
       instance().after();
@@ -52,55 +52,57 @@ class Forks {
     pthread_atfork([] { instance().before(); }, [] { instance().after(); }, in_child);
   }
 
-  // Who forks waits for one only while it holds none, in whatever order other threads take several.
-  // After its patience, what has never been free is left alone.
+  // The forking thread waits for a mutex only while it holds none, so the order in which other
+  // threads lock several does not matter. After the timeout, a mutex that has never been free is
+  // skipped.
   void before() noexcept {
-    const auto until = Clock::now() + kPatience;
+    const auto until = Clock::now() + kForkLockTimeout;
     mutex_.lock();
     for (Entry& entry : entries_) entry.was_free = false;
-    while (!take(/*all=*/Clock::now() < until) && Clock::now() < until + kRest) {
+    while (!take(/*all=*/Clock::now() < until) && Clock::now() < until + kForkGracePeriod) {
       after();
-      std::this_thread::sleep_for(kNap);
+      std::this_thread::sleep_for(kForkPollInterval);
       mutex_.lock();
     }
   }
 
-  // Takes those that are free; whether these are all, or all that were.
+  // Locks the mutexes that are free. Returns true if these are all, or without `all`, all that have
+  // been free once.
   bool take(bool all) noexcept {
     bool is_missing = false;
     for (Entry& entry : entries_) {
-      entry.is_taken = entry.mutex->try_lock();
-      entry.was_free = entry.was_free || entry.is_taken;
-      is_missing = is_missing || (!entry.is_taken && (all || entry.was_free));
+      entry.is_locked = entry.mutex->try_lock();
+      entry.was_free = entry.was_free || entry.is_locked;
+      is_missing = is_missing || (!entry.is_locked && (all || entry.was_free));
     }
     return !is_missing;
   }
 
   void after() noexcept {
     for (Entry& entry : entries_) {
-      if (entry.is_taken) entry.mutex->unlock();
-      entry.is_taken = false;
+      if (entry.is_locked) entry.mutex->unlock();
+      entry.is_locked = false;
     }
     mutex_.unlock();
   }
 
-  std::mutex mutex_;  // of the list; who forks keeps it
+  std::mutex mutex_;  // of the list; held by the forking thread
   std::vector<Entry> entries_;
 };
 
 }  // namespace
 
 ProcessStamp::ProcessStamp() {
-  (void)Forks::instance();  // counts from now on
-  forks_ = forks.load(std::memory_order_relaxed);
+  (void)ForkLocks::instance();  // counts forks from now on
+  fork_count_ = forks.load(std::memory_order_relaxed);
 }
 
 bool ProcessStamp::is_current() const noexcept {
-  return forks_ == forks.load(std::memory_order_relaxed);
+  return fork_count_ == forks.load(std::memory_order_relaxed);
 }
 
-ForkSafeMutex::ForkSafeMutex() { Forks::instance().add(*this); }
+ForkSafeMutex::ForkSafeMutex() { ForkLocks::instance().add(*this); }
 
-ForkSafeMutex::~ForkSafeMutex() { Forks::instance().remove(*this); }
+ForkSafeMutex::~ForkSafeMutex() { ForkLocks::instance().remove(*this); }
 
 }  // namespace torch_overlap

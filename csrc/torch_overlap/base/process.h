@@ -10,23 +10,24 @@
 
 namespace torch_overlap {
 
-// Remembers the process that made it, so that a child of fork(), which has the objects of its
-// parent and none of its threads, can be told what it must not use. Asking costs one load.
+// Records the process that created it, so that a child of fork(), which has the objects of its
+// parent but none of its threads, can detect what it must not use. The check costs one load.
 class TORCH_OVERLAP_API ProcessStamp {
  public:
   ProcessStamp();
   bool is_current() const noexcept;
 
  private:
-  uint64_t forks_;
+  uint64_t fork_count_;
 };
 
-// A mutex that a child of fork() may take, as those of the registries of the process. The child has
-// none of the threads that held one at the fork, and would wait for them without end; fork() takes
-// all of these first, so that the child finds them free, and what they guard whole.
+// A mutex that a child of fork() may lock, such as the mutexes of process-wide registries. The
+// child has none of the threads that held one at the fork, and would wait for them forever. fork()
+// locks all of these mutexes first, so that the child finds them free and the data that they guard
+// consistent.
 //
-// Hold it briefly, and take no lock of Python's under it: the thread that forks has that. fork()
-// leaves alone what was not free once in two seconds.
+// Hold it briefly, and acquire no lock of Python under it: the thread that forks holds that lock.
+// fork() skips a mutex that was not free once in two seconds.
 class TORCH_OVERLAP_API ForkSafeMutex : public std::mutex {
  public:
   ForkSafeMutex();
@@ -35,15 +36,15 @@ class TORCH_OVERLAP_API ForkSafeMutex : public std::mutex {
   ForkSafeMutex& operator=(const ForkSafeMutex&) = delete;
 };
 
-// The one T of the process. Made when the library is loaded, or by whichever static initializer
-// asks for it first: no fork comes in between, as it may where a function has a static variable,
-// whose other callers wait for the thread that makes it. Never destroyed: threads, and what Python
-// holds, go on using it until the very end.
+// The only T of the process. It is created when the library is loaded, or by the first static
+// initializer that asks for it. No fork can happen in between, as it can while a thread creates a
+// function's static variable and the other callers wait for that thread. It is never destroyed:
+// threads, and objects that Python holds, use it until the process ends.
 template <typename T>
-class ProcessWide {
+class LeakySingleton {
  public:
   static T& get() {
-    static_cast<void>(&loaded_);  // there is no such object unless something names it
+    static_cast<void>(&loaded_);  // `loaded_` exists only if something names it
     return made();
   }
 
@@ -55,12 +56,12 @@ class ProcessWide {
   static inline T* const loaded_ = &made();
 };
 
-// What `make` returns, made when it is first needed at this place of the program, and never
-// destroyed: for what reads the environment or files, and so is not made when the library is
-// loaded. Threads that come at once make one each, of which one stays: none waits for another,
-// which a fork may not have.
+// Returns the result of `make`, which is created when it is first needed at this place in the
+// program, and never destroyed. For results that depend on the environment or on files, and are
+// therefore not created when the library is loaded. Concurrent threads create one each, of which
+// one is kept: no thread waits for another, which a child of fork() may not have.
 template <typename Make>
-auto& made_once(const Make& make) {
+auto& lazy_leaky_singleton(const Make& make) {
   using T = std::invoke_result_t<const Make&>;
   static std::atomic<T*> known{nullptr};
   T* one = known.load(std::memory_order_acquire);

@@ -17,7 +17,7 @@ enum class ScalarType : std::int8_t;
 
 namespace torch_overlap {
 
-// Writes a dtype as Python has it, "torch.float32"; torch's own operator<< writes "Float". Defined
+// Writes a dtype in Python's form, "torch.float32"; torch's own operator<< writes "Float". Defined
 // in common/dtype.cpp.
 TORCH_OVERLAP_API std::ostream& write_dtype(std::ostream& out, c10::ScalarType dtype);
 
@@ -39,7 +39,7 @@ std::string concat(const Parts&... parts) {
   return out.str();
 }
 
-// "[1, 2, 3]" from any range of streamable values.
+// Returns "[1, 2, 3]" from any range of streamable values.
 template <typename Range>
 std::string list_string(const Range& values) {
   std::ostringstream out;
@@ -53,7 +53,7 @@ std::string list_string(const Range& values) {
   return out.str();
 }
 
-// "12.3 s"
+// Returns text such as "12.3 s".
 TORCH_OVERLAP_API std::string seconds_string(std::chrono::duration<double> duration);
 
 TORCH_OVERLAP_API std::string to_lower(std::string_view text);
@@ -62,7 +62,7 @@ TORCH_OVERLAP_API std::vector<std::string> split_string(std::string_view text, c
 // Parses 1/true/yes/y/on and 0/false/no/n/off, case-insensitively. `what` names the value in the
 // error.
 TORCH_OVERLAP_API bool parse_bool(std::string_view text, std::string_view what);
-// Parses a whole decimal number; anything else is an Error that names `what`.
+// Parses a whole decimal number. Throws an Error that names `what` for anything else.
 TORCH_OVERLAP_API long long parse_int(std::string_view text, std::string_view what);
 TORCH_OVERLAP_API double parse_double(std::string_view text, std::string_view what);
 

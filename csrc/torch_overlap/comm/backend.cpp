@@ -20,7 +20,7 @@ struct Registry {
   std::map<std::string, BackendEntry> entries;
 };
 
-Registry& registry() { return ProcessWide<Registry>::get(); }
+Registry& registry() { return LeakySingleton<Registry>::get(); }
 
 }  // namespace
 
@@ -42,18 +42,18 @@ std::shared_ptr<RemoteAccess> Backend::open_remote(Bootstrap& bootstrap, std::st
 void Backend::abort_within(Milliseconds limit) {
   const auto task = std::make_shared<BackgroundTask>();
   const auto end = [self = shared_from_this(), task]() mutable {
-    auto backend = std::move(self);  // dropped before the task ends
+    auto backend = std::move(self);  // released before the task ends
     backend->abort();
     drop_or_leak(std::move(backend));
   };
-  if (run_bounded(end, limit)) return;
+  if (run_with_timeout(end, limit)) return;
   TORCH_WARN("reconfigure: expected the abort of what was under way to end within ", limit.count(),
              " ms, got no end; it goes on in the background");
 }
 
 void register_backend(const std::string& name, BackendEntry entry) {
   const std::lock_guard lock(registry().mutex);
-  // The old one may be Python's: it dies after the lock.
+  // The old entry may hold Python objects: it is destroyed after the lock is released.
   std::swap(registry().entries[name], entry);
 }
 

@@ -27,12 +27,13 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 std::string readers_key(const std::string& key) { return key + "/read"; }
 
-// Of the ranks whose part is not there, why one will not come; empty if none is known to have left.
-std::string who_left(c10d::Store& store, const std::vector<std::string>& parts,
-                     const ExchangeOwner& owner) {
+// Returns why one of the ranks whose part is missing will not arrive; empty if none is known to
+// have left.
+std::string find_departed(c10d::Store& store, const std::vector<std::string>& parts,
+                          const ExchangeCallbacks& owner) {
   for (size_t rank = 0; rank < parts.size(); ++rank) {
-    // Asked before its part is looked for: it may have come, and then left.
-    auto why = owner.why_left(static_cast<int>(rank));
+    // Check for departure before the part: the rank may have published its part and then left.
+    auto why = owner.departure_reason(static_cast<int>(rank));
     if (!why.empty() && !store.check({parts[rank]})) return why;
   }
   return {};
@@ -47,22 +48,23 @@ struct CurrentStores {
   ForkSafeMutex mutex;
   Stores* stores = new Stores;
 
-  // With the lock. A fork shares no connection, and ends none: its parent's are left as they are.
+  // Must be called with the lock held. A fork neither shares nor closes connections: its parent's
+  // are left as they are.
   std::map<std::string, StorePtr>& by_address() {
     if (!stores->process.is_current()) stores = new Stores;
     return stores->by_address;
   }
 };
 
-// The TCPStore of this process for `address`, made once: communicators differ by their keys. Rank 0
-// serves it, unless torchrun's agent does already. It is never closed: other ranks may still read
-// when rank 0's last communicator is gone.
+// Returns the TCPStore of this process for `address`, made once: communicators use different keys.
+// Rank 0 serves it, unless torchrun's agent does already. It is never closed: other ranks may still
+// read after rank 0's last communicator is destroyed.
 StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
   const auto host = env.master_addr();
   TORCH_OVERLAP_CHECK(host, kValue,
                       "new_comm: expected a store, or MASTER_ADDR in the environment, or a SLURM "
                       "node list, got none; start the script with torchrun or pass store=");
-  auto& stores = ProcessWide<CurrentStores>::get();
+  auto& stores = LeakySingleton<CurrentStores>::get();
   const int port = env.master_port();
   const std::string address = concat(*host, ":", port);
   {
@@ -70,7 +72,8 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
     const auto& known = stores.by_address();
     if (const auto found = known.find(address); found != known.end()) return found->second;
   }
-  // Outside the lock: a rank that connects must not keep rank 0, in another thread, from serving.
+  // Connect without the lock: a rank that connects must not block rank 0, in another thread, from
+  // serving.
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(port);
   options.isServer = who.rank == 0 && !env.agent_store();
@@ -82,24 +85,26 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
     *made = c10::make_intrusive<c10d::TCPStore>(host, options);
   };
   try {
-    (void)run_interruptibly(make, kLongestTimeout);  // it ends by its own timeout
+    (void)run_interruptibly(make, kMaxTimeout);  // the TCPStore has its own timeout
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
     fail(ErrorKind::kRuntime, "new_comm: expected a store at ", address, " within ",
-         timeout.count(), " ms, got: ", what_happened(error),
+         timeout.count(), " ms, got: ", error_message(error),
          "; rank 0 or torchrun's agent serves it: does it run, and is MASTER_PORT free?");
   }
   const std::lock_guard lock(stores.mutex);
   return stores.by_address().try_emplace(address, std::move(*made)).first->second;
 }
 
-// How long a store has to connect before it is asked whether it is there at all.
+// Time that a clone may take before watch() starts to check that the store has not ended, and the
+// period of those checks.
 constexpr Milliseconds kWatchPeriod{100};
 
-// Another connection to a store, or why there is none. On threads of their own: it is tried for as
-// long as the store's timeout, also where the store has ended, which the connection that is there
-// tells at once; but that may be another thread's, who waits with it.
+// Opens another connection to a store, or finds out why it cannot. make() and watch() run on
+// separate threads: clone() tries for as long as the store's timeout, even if the store has ended.
+// The existing connection reports that at once, but another thread may be using it, and the caller
+// would wait with that thread.
 class Connection {
  public:
   explicit Connection(StorePtr store) : store_(std::move(store)) {}
@@ -108,14 +113,14 @@ class Connection {
     StorePtr made = store_;
     try {
       made = store_->clone();
-    } catch (const std::exception&) {  // a store written in Python need not have clone()
+    } catch (const std::exception&) {  // a store written in Python may lack clone()
     }
     const std::lock_guard lock(mutex_);
     made_ = std::move(made);
     changed_.notify_all();
   }
 
-  // Until it is made, or the store has ended.
+  // Polls until the connection is made, or the store has ended.
   void watch() {
     std::unique_lock lock(mutex_);
     do {
@@ -124,8 +129,8 @@ class Connection {
       try {
         (void)store_->check({"torch_overlap"});
       } catch (const c10::DistNetworkError& error) {
-        ended = what_happened(error);
-      } catch (const std::exception&) {  // nor check()
+        ended = error_message(error);
+      } catch (const std::exception&) {  // it may lack check() too
       }
       lock.lock();
       ended_ = std::move(ended);
@@ -159,7 +164,7 @@ class Connection {
 
 }  // namespace
 
-RankAndSize who_am_i(const Env& env, std::optional<RankAndSize> given) {
+RankAndSize resolve_rank_and_size(const Env& env, std::optional<RankAndSize> given) {
   if (given) {
     TORCH_OVERLAP_CHECK(given->size > 0 && given->rank >= 0 && given->rank < given->size, kValue,
                         "new_comm: expected a rank in [0, size), got ", given->rank, " of ",
@@ -174,9 +179,9 @@ RankAndSize who_am_i(const Env& env, std::optional<RankAndSize> given) {
   return {launcher->rank, launcher->size};
 }
 
-StorePtr own_connection(const StorePtr& store, const std::string& op, Milliseconds timeout) {
+StorePtr clone_store(const StorePtr& store, const std::string& op, Milliseconds timeout) {
   const auto connection = std::make_shared<Connection>(store);
-  const auto deadline = Clock::now() + bounded_timeout(timeout);
+  const auto deadline = Clock::now() + clamp_timeout(timeout);
   std::thread([connection] { connection->make(); }).detach();
   if (!connection->wait(std::min(deadline, Clock::now() + kWatchPeriod))) {
     std::thread([connection] { connection->watch(); }).detach();
@@ -185,11 +190,12 @@ StorePtr own_connection(const StorePtr& store, const std::string& op, Millisecon
   return connection->get(op, timeout);
 }
 
-c10::intrusive_ptr<c10d::Store> prefixed_store(const StorePtr& store, const std::string& prefix) {
+c10::intrusive_ptr<c10d::Store> make_prefix_store(const StorePtr& store,
+                                                  const std::string& prefix) {
   return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
 }
 
-// The name comes last and its length first.
+// The name comes last, after its length, so that no name can be read as part of another key.
 std::string name_prefix(const Env& env, const std::string& what, const std::string& name) {
   return concat("torch_overlap/", env.run_id(), "/", env.restart_count(), "/", what, "/",
                 name.size(), "/", name);
@@ -198,12 +204,12 @@ std::string name_prefix(const Env& env, const std::string& what, const std::stri
 void delete_keys(c10d::Store& store, const std::vector<std::string>& keys) noexcept {
   try {
     for (const auto& key : keys) (void)store.deleteKey(key);
-  } catch (const std::exception&) {  // they stay, as the contract says
+  } catch (const std::exception&) {  // the keys stay, as documented
   }
 }
 
-void done_with_keys(c10d::Store& store, const std::string& count, int readers,
-                    const std::vector<std::string>& keys) noexcept {
+void release_keys(c10d::Store& store, const std::string& count, int readers,
+                  const std::vector<std::string>& keys) noexcept {
   try {
     if (store.add(count, 1) < readers) return;
   } catch (const std::exception&) {
@@ -215,45 +221,47 @@ void done_with_keys(c10d::Store& store, const std::string& count, int readers,
 
 void publish(c10d::Store& store, const std::string& key, int rank, int size,
              const std::string& mine) {
-  const auto keys = part_keys(key, size);
-  put_part(store, keys[rank], mine);
-  done_with_keys(store, readers_key(key), size, keys);
+  const auto keys = rank_keys(key, size);
+  set_part(store, keys[rank], mine);
+  release_keys(store, readers_key(key), size, keys);
 }
 
 std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int size,
                                   const std::string& mine, Milliseconds timeout,
-                                  const ExchangeOwner& owner) {
-  return in_store(key, [&] {
-    KeysThere parts(part_keys(key, size));
-    put_part(store, parts.keys()[rank], mine);
+                                  const ExchangeCallbacks& owner) {
+  return with_store_errors(key, [&] {
+    StoreKeys parts(rank_keys(key, size));
+    set_part(store, parts.keys()[rank], mine);
     std::optional<std::vector<std::string>> all;
     std::string ended;
     std::string left;
     try {
       (void)poll(timeout, [&] {
-        // A rank that gives up takes its part away, also while others read.
-        if (parts.all(store)) all = get_parts(store, parts.keys());
+        // A rank that gives up deletes its part, even while others read.
+        if (parts.all(store)) all = try_get_all(store, parts.keys());
         if (all) return true;
-        if (owner.why_end) ended = owner.why_end();
-        if (ended.empty() && owner.why_left) left = who_left(store, parts.keys(), owner);
+        if (owner.abort_reason) ended = owner.abort_reason();
+        if (ended.empty() && owner.departure_reason)
+          left = find_departed(store, parts.keys(), owner);
         return !ended.empty() || !left.empty();
       });
-    } catch (const Error&) {  // interrupted: as if its time were over
+    } catch (const Error&) {  // interrupted: treat as a timeout
       delete_keys(store, {parts.keys()[rank]});
       if (owner.on_missing) (void)owner.on_missing(/*has_left=*/false);
       throw;
     }
-    const auto read = [&] { done_with_keys(store, readers_key(key), size, parts.keys()); };
+    const auto read = [&] { release_keys(store, readers_key(key), size, parts.keys()); };
     if (all) {
       read();
       return *all;
     }
     const auto missing = parts.missing(store);
     if (!ended.empty() || !left.empty()) {
-      // Its part stays: it may say why, and who comes later waits for this rank in what follows.
+      // This rank's part stays: it may contain the reason, and a late rank will wait for this rank
+      // in a later step.
       read();
     } else {
-      delete_keys(store, {parts.keys()[rank]});  // nobody may take this rank for present
+      delete_keys(store, {parts.keys()[rank]});  // no rank may assume that this rank is present
     }
     TORCH_OVERLAP_CHECK(ended.empty(), kState, key, ": expected ", size,
                         " ranks, got none of ranks ", list_string(missing),
@@ -269,7 +277,7 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
 
 StorePtr open_store(const Env& env, const StorePtr& given, RankAndSize who, const std::string& op,
                     Milliseconds timeout) {
-  return own_connection(given ? given : process_store(env, who, timeout), op, timeout);
+  return clone_store(given ? given : process_store(env, who, timeout), op, timeout);
 }
 
 c10::Device resolve_device(c10::Device device, const Env& env, int rank) {

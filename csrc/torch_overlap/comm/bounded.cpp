@@ -17,16 +17,16 @@ std::future<void> start(std::function<void()> work) {
 
 }  // namespace
 
-bool run_bounded(std::function<void()> work, std::chrono::milliseconds limit) {
+bool run_with_timeout(std::function<void()> work, std::chrono::milliseconds limit) {
   auto done = start(std::move(work));
-  if (done.wait_for(bounded_timeout(limit)) != std::future_status::ready) return false;
+  if (done.wait_for(clamp_timeout(limit)) != std::future_status::ready) return false;
   done.get();
   return true;
 }
 
 bool run_interruptibly(std::function<void()> work, std::chrono::milliseconds limit) {
   using Clock = std::chrono::steady_clock;
-  const auto until = Clock::now() + bounded_timeout(limit);
+  const auto until = Clock::now() + clamp_timeout(limit);
   auto done = start(std::move(work));
   while (done.wait_until(std::min(until, Clock::now() + kInterruptPeriod)) !=
          std::future_status::ready) {

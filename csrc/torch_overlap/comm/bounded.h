@@ -6,16 +6,19 @@
 
 namespace torch_overlap {
 
-// A timeout that can be added to a time point, or counted in nanoseconds, without an overflow.
-inline std::chrono::milliseconds bounded_timeout(std::chrono::milliseconds timeout) {
+// Returns a timeout that can be added to a time point, or converted to nanoseconds, without
+// overflow.
+inline std::chrono::milliseconds clamp_timeout(std::chrono::milliseconds timeout) {
   return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(365 * 24));
 }
 
-// Runs `work` on a thread of its own and waits for it, at most `limit`. True: it ended; what it
-// threw is thrown here. False: it goes on alone, and what it throws is lost. So `work` owns all it
-// touches. For calls that can hang with no way to give them a timeout.
-bool run_bounded(std::function<void()> work, std::chrono::milliseconds limit);
-// The same where the caller may throw: a signal ends its wait (base/interrupt.h).
+// Runs `work` on a separate thread and waits for it, at most `limit`. Returns true if it ended, and
+// rethrows what it threw. Returns false if it did not: it continues detached, and what it throws is
+// lost, so `work` must own everything that it accesses. For calls that can hang and have no
+// timeout.
+bool run_with_timeout(std::function<void()> work, std::chrono::milliseconds limit);
+// Same as run_with_timeout(), for callers that may throw: a signal interrupts the wait
+// (base/interrupt.h).
 bool run_interruptibly(std::function<void()> work, std::chrono::milliseconds limit);
 
 }  // namespace torch_overlap

@@ -7,32 +7,32 @@
 namespace torch_overlap {
 namespace {
 
-constexpr std::array<std::string_view, kOpNames> kNames{"send",
-                                                        "recv",
-                                                        "broadcast",
-                                                        "all_reduce",
-                                                        "all_reduce_rms_norm",
-                                                        "reduce",
-                                                        "all_gather",
-                                                        "all_gather_v",
-                                                        "all_gather_single",
-                                                        "reduce_scatter",
-                                                        "reduce_scatter_v",
-                                                        "reduce_scatter_single",
-                                                        "all_to_all",
-                                                        "all_to_all_single",
-                                                        "all_to_all_v_single",
-                                                        "barrier",
-                                                        "scatter",
-                                                        "gather",
-                                                        "gather_single",
-                                                        "batch_op_issue",
-                                                        "split",
-                                                        "new_window",
-                                                        "finalize",
-                                                        "put",
-                                                        "signal",
-                                                        "wait_signal"};
+constexpr std::array<std::string_view, kNumOpNames> kNames{"send",
+                                                           "recv",
+                                                           "broadcast",
+                                                           "all_reduce",
+                                                           "all_reduce_rms_norm",
+                                                           "reduce",
+                                                           "all_gather",
+                                                           "all_gather_v",
+                                                           "all_gather_single",
+                                                           "reduce_scatter",
+                                                           "reduce_scatter_v",
+                                                           "reduce_scatter_single",
+                                                           "all_to_all",
+                                                           "all_to_all_single",
+                                                           "all_to_all_v_single",
+                                                           "barrier",
+                                                           "scatter",
+                                                           "gather",
+                                                           "gather_single",
+                                                           "batch_op_issue",
+                                                           "split",
+                                                           "new_window",
+                                                           "finalize",
+                                                           "put",
+                                                           "signal",
+                                                           "wait_signal"};
 
 constexpr std::array<std::string_view, 13> kPrimitiveNames{
     "send/recv", "broadcast", "all_reduce", "reduce", "all_gather", "reduce_scatter", "all_to_all",
@@ -46,14 +46,15 @@ std::string_view to_string(Primitive primitive) {
   return kPrimitiveNames.at(static_cast<size_t>(primitive));
 }
 
-at::Tensor Blocks::part(int rank, int size) const {
+at::Tensor RankTensors::part(int rank, int size) const {
   if (!parts.empty()) return parts.at(rank);
-  // A flat view of equal parts: shapes no longer matter once the call is validated.
+  // The parts are equal, so part `rank` is a slice of the flattened tensor. Shapes no longer matter
+  // once the call is validated.
   const int64_t numel = flat.numel() / size;
   return flat.view({-1}).narrow(0, rank * numel, numel);
 }
 
-std::vector<at::Tensor> Blocks::all(int size) const {
+std::vector<at::Tensor> RankTensors::all(int size) const {
   if (!parts.empty() || empty()) return parts;
   std::vector<at::Tensor> out;
   out.reserve(size);
@@ -91,7 +92,7 @@ void Call::bump_versions(int rank) const {
       return;
     case Primitive::all_gather:
     case Primitive::all_to_all:
-    case Primitive::gather:  // no outputs but on the root
+    case Primitive::gather:  // has outputs only on the root
       return bump_out();
     case Primitive::p2p:
       for (const auto& op : p2p) {

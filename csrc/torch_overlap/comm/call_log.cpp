@@ -95,7 +95,7 @@ CallLog::CallLog(std::string path, int file, Events events, bool has_buffers)
 
 CallLog::~CallLog() {
   if (!process_.is_current()) {
-    (void)new std::thread(std::move(writer_));  // the parent's, to be neither joined nor detached
+    (void)new std::thread(std::move(writer_));  // the parent's thread: neither join nor detach it
     return;
   }
   {
@@ -155,7 +155,7 @@ void CallLog::add(std::string line) noexcept {
 }
 
 void CallLog::flush() {
-  if (!process_.is_current()) return;  // the parent writes what was its
+  if (!process_.is_current()) return;  // the parent writes its own lines
   std::unique_lock lock(lines_->mutex);
   lines_->changed.wait(lock, [&, until = lines_->added] { return lines_->written >= until; });
 }
@@ -170,7 +170,7 @@ void CallLog::write(Lines& lines) {
     lock.unlock();
     std::string text;
     for (const std::string& line : now) text += line;
-    // One write: lines of several processes do not mix.
+    // A single write, so that the lines of several processes do not interleave.
     const ssize_t count = ::write(lines.file, text.data(), text.size());
     if (count != static_cast<ssize_t>(text.size()) && !std::exchange(has_warned, true)) {
       std::fprintf(stderr,

@@ -17,17 +17,17 @@ namespace torch_overlap {
 
 struct Hooks;
 
-// A structured log of a communicator's calls: one JSON object a line.
+// A structured log of a communicator's calls: one JSON object per line.
 //
 //   {"event": "Q", ...}   queued: issued, with everything that describes the call
-//   {"event": "S", ...}   started: a thread runs it, or its stream was seen to have come to it
+//   {"event": "S", ...}   started: a thread runs it, or its stream was observed to have reached it
 //   {"event": "E", ...}   ended, with its state, error and duration
 //
-// "comm", "rank" and "id" tell which lines are of one call. Calls captured in a CUDA graph have a
-// Q only.
+// "comm", "rank" and "id" identify the lines of one call. Calls captured in a CUDA graph have only
+// a Q.
 //
-// Lines are written by a thread of its own, in the order in which they came: what happens to the
-// file delays no operation. The destructor writes what is left.
+// A separate thread writes the lines in the order in which they were added, so that file I/O delays
+// no operation. The destructor writes the remaining lines.
 //
 // A fork of the process logs nothing.
 //
@@ -35,17 +35,17 @@ struct Hooks;
 class TORCH_OVERLAP_API CallLog final : public CallObserver,
                                         public std::enable_shared_from_this<CallLog> {
  public:
-  // `path` is appended to. `events`: of Q, S, E, ALL and NONE. `verbose`: "buffers" adds the
-  // addresses of the tensors to Q. Throws (kValue) on any other, and (kRuntime) if the file cannot
-  // be opened.
+  // Appends to `path`. `events` may contain Q, S, E, ALL and NONE. `verbose` may contain "buffers",
+  // which adds the addresses of the tensors to Q. Throws kValue on any other value, and kRuntime if
+  // the file cannot be opened.
   static std::shared_ptr<CallLog> open(const std::string& path,
                                        const std::vector<std::string>& events,
                                        const std::vector<std::string>& verbose = {});
   ~CallLog() override;
 
-  // Logs the calls of a communicator from now on; returns the id of the hook in hooks.record.
+  // Logs the calls of a communicator from now on. Returns the id of the hook in hooks.record.
   uint64_t attach(Hooks& hooks);
-  // Returns when all lines so far are in the file.
+  // Blocks until all lines added so far are in the file.
   void flush();
 
   void on_started(const CallRecord& record) noexcept override;
@@ -58,13 +58,13 @@ class TORCH_OVERLAP_API CallLog final : public CallObserver,
     bool ended = false;
   };
 
-  // What the writer has to do; shared with its thread.
+  // State of the writer, shared with its thread.
   struct Lines {
     Lines(std::string path, int file) : path(std::move(path)), file(file) {}
 
     const std::string path;
     const int file;
-    std::mutex mutex;  // all below
+    std::mutex mutex;  // guards all members below
     std::condition_variable changed;
     std::vector<std::string> waiting;
     uint64_t added = 0;

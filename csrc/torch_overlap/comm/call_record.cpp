@@ -10,14 +10,14 @@
 namespace torch_overlap {
 namespace {
 
-// Never destroyed: records may be made until the very end of the process.
+// Never destroyed, because records may be made until the very end of the process.
 struct Known {
   ForkSafeMutex mutex;
   std::vector<std::weak_ptr<const CommRecord>> comms;
   std::map<std::optional<int>, std::atomic<uint64_t>> trace_ids;
 };
 
-Known& known() { return ProcessWide<Known>::get(); }
+Known& known() { return LeakySingleton<Known>::get(); }
 
 struct Stacks {
   bool cpp;
@@ -25,7 +25,7 @@ struct Stacks {
 };
 
 const Stacks& stacks() {
-  return made_once([] {
+  return lazy_leaky_singleton([] {
     return Stacks{.cpp = Env::recorder_cpp_stack(), .python = Env::recorder_python_stack()};
   });
 }
@@ -34,7 +34,7 @@ CallRecord::Sizes sizes_of(const at::Tensor& tensor) {
   return CallRecord::Sizes(tensor.sizes().begin(), tensor.sizes().end());
 }
 
-std::optional<CallRecord::Sizes> sizes_of(const Blocks& blocks) {
+std::optional<CallRecord::Sizes> sizes_of(const RankTensors& blocks) {
   if (blocks.flat.defined()) return sizes_of(blocks.flat);
   if (blocks.parts.empty()) return std::nullopt;
   int64_t total = 0;
@@ -46,7 +46,7 @@ std::optional<c10::ScalarType> dtype_of_call(const Call& call) {
   for (const at::Tensor* tensor : {&call.tensor, &call.in.flat, &call.out.flat}) {
     if (tensor->defined()) return tensor->scalar_type();
   }
-  for (const Blocks* blocks : {&call.in, &call.out}) {
+  for (const RankTensors* blocks : {&call.in, &call.out}) {
     if (!blocks->parts.empty()) return blocks->parts.front().scalar_type();
   }
   return std::nullopt;
@@ -122,7 +122,7 @@ TraceCounts trace_counts() {
 std::string_view to_string(CallState state) {
   switch (state) {
     case CallState::kScheduled:
-    case CallState::kCaptured:  // for whoever compares ranks, it is on its way
+    case CallState::kCaptured:  // in a comparison of ranks it counts as issued
       return "scheduled";
     case CallState::kStarted:
       return "started";
@@ -134,7 +134,7 @@ std::string_view to_string(CallState state) {
   return "unknown";
 }
 
-uint64_t CommRecord::take_number(Primitive primitive) {
+uint64_t CommRecord::next_sequence_number(Primitive primitive) {
   auto& count = primitive == Primitive::p2p ? p2p
                 : is_collective(primitive)  ? collectives
                                             : one_sided;
@@ -189,7 +189,7 @@ void CallRecord::record_tensors(const Call& call) {
     case Primitive::scatter:
       output = sizes_of(call.tensor);
       break;
-    default:  // all_to_all: both are blocks; barrier: neither
+    default:  // all_to_all: both are lists; barrier: neither
       break;
   }
 }

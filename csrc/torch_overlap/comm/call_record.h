@@ -22,65 +22,67 @@ struct CapturedTraceback;
 
 namespace torch_overlap {
 
-// A communicator as the flight recorder knows it. Lives as long as the communicator or a record of
+// A communicator as the flight recorder sees it. Lives as long as the communicator or a record of
 // one of its calls. Threads: any.
 struct TORCH_OVERLAP_API CommRecord {
   std::string name;
   std::string backend;
   int rank = 0;
   std::vector<int> ranks_in_world;
-  // Ranks that are threads have a trace each; else all communicators of the process share one.
+  // Set if ranks are threads: each has its own trace. Otherwise all communicators of the process
+  // share one trace.
   std::optional<int> thread_rank;
 
   int world_rank() const { return ranks_in_world.at(rank); }
 
-  // Number of calls that were issued. Point-to-point calls and those of windows have counts of
-  // their own: only collectives are issued by all ranks in the same order.
+  // Number of calls that were issued. Point-to-point calls and those of windows are counted
+  // separately, because only collectives are issued by all ranks in the same order.
   std::atomic<uint64_t> collectives{0};
   std::atomic<uint64_t> p2p{0};
   std::atomic<uint64_t> one_sided{0};
-  // The next number of its kind, counted from 1.
-  uint64_t take_number(Primitive primitive);
-  // Numbers the records of one trace, over all its communicators.
+  // Returns the next sequence number for the kind of `primitive`, counted from 1.
+  uint64_t next_sequence_number(Primitive primitive);
+  // Counter of the records of one trace, over all its communicators.
   std::atomic<uint64_t>* trace_ids = nullptr;
 
-  // Closed: finalized, or its TorchComm is gone.
+  // kClosed: the communicator was finalized, or its TorchComm was destroyed.
   enum class State : uint8_t { kActive, kAborted, kClosed };
   std::atomic<State> state{State::kActive};
 
-  // Why the communicator failed; only the first reason is kept.
+  // Records why the communicator failed; only the first reason is kept.
   void failed(const std::string& why) noexcept;
   std::optional<std::string> failure() const;
 
  private:
-  std::optional<std::string> failure_;  // under a lock that all records of the process share
+  std::optional<std::string> failure_;  // guarded by a lock that all records of the process share
 };
 
-// Makes it known to the process: comm_records() lists it for as long as it lives.
+// Registers a new record in the process. comm_records() lists it while it lives.
 TORCH_OVERLAP_API std::shared_ptr<CommRecord> make_comm_record(std::string name,
                                                                std::string backend, int rank,
                                                                std::vector<int> ranks_in_world);
-// Those that are alive, in the order in which they were made.
+// Returns the live records, in the order in which they were made.
 TORCH_OVERLAP_API std::vector<std::shared_ptr<const CommRecord>> comm_records();
 
-// How many records each trace of the process has had, by its counter (CommRecord::trace_ids).
+// Number of records that each trace of the process has had, by its counter (CommRecord::trace_ids).
 using TraceCounts = std::map<const std::atomic<uint64_t>*, uint64_t>;
 TORCH_OVERLAP_API TraceCounts trace_counts();
 
 enum class CallState : uint8_t {
-  kScheduled,  // issued; for all that is known it has not begun
+  kScheduled,  // issued; not known to have started
   kStarted,
   kCompleted,
   kFailed,
-  kCaptured,  // part of a CUDA graph: nothing is known of its replays
+  kCaptured,  // part of a CUDA graph; its replays are not recorded
 };
 
 TORCH_OVERLAP_API std::string_view to_string(CallState state);
 
 class CallRecord;
 
-// Is told how calls go on, for logs. Called by the thread that noticed, which may hold a lock of
-// the communicator: it neither blocks nor calls into one. Never throws.
+// Observer of the progress of calls, for logs. The thread that notices a change calls it, and may
+// hold a lock of the communicator: an observer must not block, nor call into a communicator. Never
+// throws.
 class CallObserver {
  public:
   virtual ~CallObserver() = default;
@@ -88,8 +90,8 @@ class CallObserver {
   virtual void on_ended(const CallRecord& record) noexcept = 0;
 };
 
-// One call, from issue to its end: what is written down of it. It holds no tensor. What is public
-// and const is set when it is made; the state goes on while others read it. Threads: any.
+// Record of one call, from issue to end. It holds no tensor. Public const members are set at
+// construction; the state advances while other threads read it. Threads: any.
 class TORCH_OVERLAP_API CallRecord {
  public:
   using Sizes = c10::SmallVector<int64_t, 4>;
@@ -100,8 +102,8 @@ class TORCH_OVERLAP_API CallRecord {
     Sizes sizes;
   };
 
-  // Takes the next number of the communicator. Keeps the caller's stack if the process asked for
-  // that.
+  // Assigns the next number of the communicator. Keeps the caller's stack if the process asked for
+  // it.
   CallRecord(const Call& call, std::shared_ptr<CommRecord> comm);
   ~CallRecord();
 
@@ -112,38 +114,41 @@ class TORCH_OVERLAP_API CallRecord {
   const RedOpType reduce_op;
   const int root;
   const Milliseconds timeout;
-  const uint64_t call_id;   // Call::id, as hooks show it
-  const uint64_t trace_id;  // counts the records of the trace
+  const uint64_t call_id;   // Call::id, which hooks see
+  const uint64_t trace_id;  // number of the record in its trace
   const uint64_t collective_seq;
   const uint64_t p2p_seq;
-  const int64_t created_ns;  // of the system's clock, as all times here
-  // Of a list of parts: the number of elements of all. Absent: nothing goes in, or comes out.
+  const int64_t created_ns;  // system clock, as for all times here
+  // Sizes of the input and output; the total number of elements for a list of parts. Absent if
+  // there is no input, or no output.
   std::optional<Sizes> input;
   std::optional<Sizes> output;
   std::optional<c10::ScalarType> dtype;  // absent: no tensors
-  std::vector<Message> messages;         // of a point-to-point call
+  std::vector<Message> messages;         // point-to-point calls only
   std::shared_ptr<torch::CapturedTraceback> stack;
-  // Set before the call is launched, by who records it.
+  // Set before the call is launched, by the hook that records it.
   c10::SmallVector<std::weak_ptr<CallObserver>, 1> observers;
 
   bool is_p2p() const { return primitive == Primitive::p2p; }
   bool is_collective() const { return torch_overlap::is_collective(primitive); }
-  // Whether reduce_op means anything.
+  // True if reduce_op is meaningful.
   bool has_reduction() const {
     return primitive == Primitive::all_reduce || primitive == Primitive::reduce ||
            primitive == Primitive::reduce_scatter;
   }
-  // Whether it was issued and its end is not known.
+  // True if the call was issued and is not known to have ended.
   bool is_pending() const;
 
-  // --- By the backend. Only the first end counts, and nothing after it. -------------------------
+  // --- Called by the backend. The first end is final; later calls have no effect. --------------
   void captured() noexcept;
   void started() noexcept;
   void ended(const std::exception_ptr& error) noexcept;
-  // Before it begins. `name` lives as long as the process.
-  void done_by(const char* name) noexcept { algorithm_.store(name, std::memory_order_relaxed); }
+  // Called before the call starts. `name` must live as long as the process.
+  void set_algorithm(const char* name) noexcept {
+    algorithm_.store(name, std::memory_order_relaxed);
+  }
 
-  // What the backend does it with, where there is a choice; else null.
+  // The algorithm that the backend uses, if it has a choice; otherwise null.
   const char* algorithm() const { return algorithm_.load(std::memory_order_relaxed); }
   CallState state() const { return state_.load(std::memory_order_acquire); }
   std::optional<int64_t> started_ns() const;
@@ -163,7 +168,7 @@ class TORCH_OVERLAP_API CallRecord {
 
 using CallRecordPtr = std::shared_ptr<const CallRecord>;
 
-// Nanoseconds of the system's clock, which can be compared between the hosts of a job.
+// Returns the nanoseconds of the system clock, which can be compared between the hosts of a job.
 TORCH_OVERLAP_API int64_t now_ns() noexcept;
 
 }  // namespace torch_overlap

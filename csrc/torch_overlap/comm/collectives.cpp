@@ -1,5 +1,4 @@
-// The operations of TorchComm: each checks its arguments, puts the problem into a Call, and issues
-// it.
+// The operations of TorchComm. Each validates its arguments, builds a Call, and issues it.
 
 #include <ATen/core/grad_mode.h>
 
@@ -12,7 +11,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/comm/validate.h"
-#include "torch_overlap/common/shared_memory.h"
+#include "torch_overlap/common/memory_overlap.h"
 
 namespace torch_overlap {
 namespace {
@@ -25,9 +24,9 @@ Call make_call(OpName name, Primitive primitive, at::Tensor tensor = {}) {
   return call;
 }
 
-// Consecutive parts of `flat`, `splits[r]` slices of dimension 0 for rank r.
-Blocks split_blocks(const at::Tensor& flat, const std::vector<int64_t>& splits) {
-  Blocks blocks{flat, {}};
+// Returns consecutive parts of `flat`, with `splits[r]` slices of dimension 0 for rank r.
+RankTensors split_rank_tensors(const at::Tensor& flat, const std::vector<int64_t>& splits) {
+  RankTensors blocks{flat, {}};
   if (splits.empty()) return blocks;
   const at::NoGradGuard no_grad;
   int64_t offset = 0;
@@ -59,26 +58,26 @@ void check_splits(const Checker& check, const at::Tensor& tensor,
                       ", the first dimension of ", what, ", got ", list_string(splits));
 }
 
-// The whole of a side that moves between `blocks` and one tensor: what is written shares no memory
-// with what is read, except that the own part may be the tensor itself ("in place").
-void check_in_place_or_apart(const Checker& check, const at::Tensor& tensor, const Blocks& blocks,
-                             std::string_view what) {
-  if (blocks.flat.defined() && !share_memory(blocks.flat, tensor)) return;
+// Checks data movement between `blocks` and one tensor: the written side shares no memory with the
+// read side, except that this rank's own part may be the tensor itself ("in place").
+void check_in_place_or_no_overlap(const Checker& check, const at::Tensor& tensor,
+                                  const RankTensors& blocks, std::string_view what) {
+  if (blocks.flat.defined() && !memory_overlaps(blocks.flat, tensor)) return;
   for (int r = 0; r < check.size; ++r) {
-    check.apart(tensor, blocks.part(r, check.size), r == check.rank, what);
+    check.no_overlap(tensor, blocks.part(r, check.size), r == check.rank, what);
   }
 }
 
-// Listed outputs also share no memory among themselves.
-void check_outputs(const Checker& check, const at::Tensor& input, const Blocks& outputs,
+// Same, and listed outputs also share no memory among themselves.
+void check_outputs(const Checker& check, const at::Tensor& input, const RankTensors& outputs,
                    std::string_view what) {
-  if (!outputs.flat.defined()) check.outputs_apart(outputs.parts, what);
-  check_in_place_or_apart(check, input, outputs, what);
+  if (!outputs.flat.defined()) check.outputs_no_overlap(outputs.parts, what);
+  check_in_place_or_no_overlap(check, input, outputs, what);
 }
 
-bool overlap(const Blocks& a, const Blocks& b, int size) {
-  if (a.flat.defined() && b.flat.defined()) return share_memory(a.flat, b.flat);
-  std::vector<std::pair<MemoryRange, bool>> ranges;  // and whether it is of b
+bool overlap(const RankTensors& a, const RankTensors& b, int size) {
+  if (a.flat.defined() && b.flat.defined()) return memory_overlaps(a.flat, b.flat);
+  std::vector<std::pair<MemoryRange, bool>> ranges;  // true for a range of b
   for (const auto& one : a.all(size)) ranges.emplace_back(memory_range(one), false);
   for (const auto& one : b.all(size)) ranges.emplace_back(memory_range(one), true);
   std::erase_if(ranges, [](const auto& range) { return range.first.empty(); });
@@ -92,9 +91,9 @@ bool overlap(const Blocks& a, const Blocks& b, int size) {
   return false;
 }
 
-// An all-to-all in place: parts arrive where others still leave from, so it starts from a copy. A
-// choice of this rank alone: the others cannot tell.
-void copy_if_in_place(Blocks& in, const Blocks& out, int size) {
+// Clones the input of an in-place all-to-all, because parts arrive where others have yet to be sent
+// from. This is a local decision: the other ranks cannot observe it.
+void copy_if_in_place(RankTensors& in, const RankTensors& out, int size) {
   if (!overlap(in, out, size)) return;
   const at::NoGradGuard no_grad;
   if (in.is_uniform_flat()) {
@@ -105,7 +104,7 @@ void copy_if_in_place(Blocks& in, const Blocks& out, int size) {
   for (auto& part : in.parts) part = part.clone();
 }
 
-// outputs[r] holds as many elements as `expected` on every rank.
+// Throws unless each part has `expected` elements. `expected` is equal on all ranks.
 void check_equal_parts(const Checker& check, const std::vector<at::Tensor>& parts, int64_t expected,
                        std::string_view what) {
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -175,7 +174,7 @@ WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
   const Checker check = checker("batch_op_issue");
   TORCH_OVERLAP_CHECK(!ops.empty(), kValue,
                       "batch_op_issue: expected at least one send or recv, got an empty batch");
-  // By tag: within one, a rank's sends to itself meet its own receives in order.
+  // Sort by tag: within one tag, a rank's sends to itself match its own receives in order.
   std::stable_sort(ops.begin(), ops.end(),
                    [](const P2POp& a, const P2POp& b) { return a.tag < b.tag; });
   std::vector<const P2POp*> self_sends;
@@ -201,7 +200,7 @@ WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
     check.tensor_like(self_recvs[i]->tensor, sent, "a receive from this rank");
     check.numel(self_recvs[i]->tensor, sent.numel(), "a receive from this rank");
   }
-  check.received_apart(ops);
+  check.recv_no_overlap(ops);
   Call call = make_call(OpName::batch_op_issue, Primitive::p2p);
   call.p2p = std::move(ops);
   return issue(check, std::move(call), async_op, options);
@@ -267,7 +266,7 @@ WorkPtr TorchComm::all_gather(const Tensors& outputs, const Tensor& input, bool 
   check.list(outputs, input, "tensor_list");
   check_equal_parts(check, outputs, input.numel(), "tensor_list");
   Call call = make_call(OpName::all_gather, Primitive::all_gather, input);
-  call.out = blocks_of(outputs);
+  call.out = rank_tensors_of(outputs);
   check_outputs(check, input, call.out, "tensor_list");
   return issue(check, std::move(call), async_op, options);
 }
@@ -280,7 +279,7 @@ WorkPtr TorchComm::all_gather_single(const Tensor& output, const Tensor& input, 
   check.numel_of_all(output, input, "output", "input");
   Call call = make_call(OpName::all_gather_single, Primitive::all_gather, input);
   call.out.flat = output;
-  check_in_place_or_apart(check, input, call.out, "an output");
+  check_in_place_or_no_overlap(check, input, call.out, "an output");
   return issue(check, std::move(call), async_op, options);
 }
 
@@ -291,7 +290,7 @@ WorkPtr TorchComm::all_gather_v(const Tensors& outputs, const Tensor& input, boo
   check.list(outputs, input, "tensor_list");
   check.numel(input, outputs[check.rank].numel(), {"tensor, as tensor_list", check.rank});
   Call call = make_call(OpName::all_gather_v, Primitive::all_gather, input);
-  call.out = blocks_of(outputs);
+  call.out = rank_tensors_of(outputs);
   check_outputs(check, input, call.out, "tensor_list");
   return issue(check, std::move(call), async_op, options);
 }
@@ -306,7 +305,7 @@ WorkPtr TorchComm::gather(const Tensors& outputs, const Tensor& input, int root,
   if (check.rank == root) {
     check.list(outputs, input, "output_tensor_list");
     check_equal_parts(check, outputs, input.numel(), "output_tensor_list");
-    call.out = blocks_of(outputs);
+    call.out = rank_tensors_of(outputs);
     check_outputs(check, input, call.out, "output_tensor_list");
   }
   return issue(check, std::move(call), async_op, options);
@@ -323,7 +322,7 @@ WorkPtr TorchComm::gather_single(const Tensor& output, const Tensor& input, int 
     check.tensor_like(output, input, "output");
     check.numel_of_all(output, input, "output", "input");
     call.out.flat = output;
-    check_in_place_or_apart(check, input, call.out, "an output");
+    check_in_place_or_no_overlap(check, input, call.out, "an output");
   }
   return issue(check, std::move(call), async_op, options);
 }
@@ -338,8 +337,8 @@ WorkPtr TorchComm::reduce_scatter(const Tensor& output, const Tensors& inputs, c
   check_equal_parts(check, inputs, output.numel(), "input_list");
   check.reduction(output, op);
   Call call = make_call(OpName::reduce_scatter, Primitive::reduce_scatter, output);
-  call.in = blocks_of(inputs);
-  check_in_place_or_apart(check, output, call.in, "an output");
+  call.in = rank_tensors_of(inputs);
+  check_in_place_or_no_overlap(check, output, call.in, "an output");
   call.reduce_op = op;
   return issue(check, std::move(call), async_op, options);
 }
@@ -354,7 +353,7 @@ WorkPtr TorchComm::reduce_scatter_single(const Tensor& output, const Tensor& inp
   check.reduction(output, op);
   Call call = make_call(OpName::reduce_scatter_single, Primitive::reduce_scatter, output);
   call.in.flat = input;
-  check_in_place_or_apart(check, output, call.in, "an output");
+  check_in_place_or_no_overlap(check, output, call.in, "an output");
   call.reduce_op = op;
   return issue(check, std::move(call), async_op, options);
 }
@@ -367,8 +366,8 @@ WorkPtr TorchComm::reduce_scatter_v(const Tensor& output, const Tensors& inputs,
   check.numel(output, inputs[check.rank].numel(), {"output, as input_list", check.rank});
   check.reduction(output, op);
   Call call = make_call(OpName::reduce_scatter_v, Primitive::reduce_scatter, output);
-  call.in = blocks_of(inputs);
-  check_in_place_or_apart(check, output, call.in, "an output");
+  call.in = rank_tensors_of(inputs);
+  check_in_place_or_no_overlap(check, output, call.in, "an output");
   call.reduce_op = op;
   return issue(check, std::move(call), async_op, options);
 }
@@ -383,8 +382,8 @@ WorkPtr TorchComm::scatter(const Tensor& output, const Tensors& inputs, int root
   if (check.rank == root) {
     check.list(inputs, output, "input_tensor_list");
     check_equal_parts(check, inputs, output.numel(), "input_tensor_list");
-    call.in = blocks_of(inputs);
-    check_in_place_or_apart(check, output, call.in, "an output");
+    call.in = rank_tensors_of(inputs);
+    check_in_place_or_no_overlap(check, output, call.in, "an output");
   }
   return issue(check, std::move(call), async_op, options);
 }
@@ -401,9 +400,9 @@ WorkPtr TorchComm::all_to_all(const Tensors& outputs, const Tensors& inputs, boo
   check.numel(outputs[check.rank], inputs[check.rank].numel(),
               {"output_tensor_list, as input_tensor_list", check.rank});
   Call call = make_call(OpName::all_to_all, Primitive::all_to_all);
-  call.in = blocks_of(inputs);
-  call.out = blocks_of(outputs);
-  if (!call.out.flat.defined()) check.outputs_apart(call.out.parts, "output_tensor_list");
+  call.in = rank_tensors_of(inputs);
+  call.out = rank_tensors_of(outputs);
+  if (!call.out.flat.defined()) check.outputs_no_overlap(call.out.parts, "output_tensor_list");
   copy_if_in_place(call.in, call.out, check.size);
   return issue(check, std::move(call), async_op, options);
 }
@@ -434,8 +433,8 @@ WorkPtr TorchComm::all_to_all_v_single(const Tensor& output, const Tensor& input
   check_splits(check, output, output_splits, "output");
   check_splits(check, input, input_splits, "input");
   Call call = make_call(OpName::all_to_all_v_single, Primitive::all_to_all);
-  call.in = split_blocks(input, input_splits);
-  call.out = split_blocks(output, output_splits);
+  call.in = split_rank_tensors(input, input_splits);
+  call.out = split_rank_tensors(output, output_splits);
   check.numel(call.out.part(check.rank, check.size), call.in.part(check.rank, check.size).numel(),
               "an output part for this rank itself");
   copy_if_in_place(call.in, call.out, check.size);

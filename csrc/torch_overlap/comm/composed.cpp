@@ -10,7 +10,7 @@
 namespace torch_overlap {
 namespace {
 
-// Up to here one all-gather of everything is quicker than two steps over chunks.
+// Up to this size one all-gather of everything is faster than two steps over chunks.
 constexpr int64_t kSmallBytes = 64 * 1024;
 
 at::ScalarType accumulator_of(at::ScalarType dtype) {
@@ -18,8 +18,8 @@ at::ScalarType accumulator_of(at::ScalarType dtype) {
   return narrow_float ? at::kFloat : dtype;
 }
 
-// The signed type of the same width: sums, products and bits are the same in both, and ATen has
-// arithmetic for the signed one only.
+// Returns the signed type of the same width. Sums, products and bitwise results have the same bits
+// in both, and ATen has arithmetic only for the signed one.
 at::ScalarType signed_twin(at::ScalarType dtype) {
   switch (dtype) {
     case at::kUInt16:
@@ -76,8 +76,9 @@ void combine(const at::Tensor& acc, const at::Tensor& part, RedOpType op) {
   }
 }
 
-// acc / n for an integer sum, toward zero. A uint64 arrives as the int64 of the same bits: half of
-// it fits a signed number, and the rest of the division is at most one more.
+// Computes acc / n for an integer sum, truncated toward zero. A uint64 arrives as the int64 with
+// the same bits: half of it fits into a signed number, and twice the quotient of that half is at
+// most one less than the true quotient.
 void divide_integer(const at::Tensor& acc, at::ScalarType dtype, int64_t n) {
   if (dtype == at::kUInt64) {
     const auto half = acc.bitwise_right_shift(1).bitwise_and_(std::numeric_limits<int64_t>::max());
@@ -92,7 +93,7 @@ void divide_integer(const at::Tensor& acc, at::ScalarType dtype, int64_t n) {
   }
 }
 
-// Flips the top bit, which turns the order of unsigned numbers into that of signed ones and back.
+// Flips the top bit, which maps the order of unsigned numbers to that of signed ones, and back.
 at::Tensor flip_top_bit(const at::Tensor& bits) {
   const int64_t top = bits.scalar_type() == at::kShort ? std::numeric_limits<int16_t>::min()
                       : bits.scalar_type() == at::kInt ? std::numeric_limits<int32_t>::min()
@@ -100,8 +101,8 @@ at::Tensor flip_top_bit(const at::Tensor& bits) {
   return bits.bitwise_xor(top);
 }
 
-// Every rank's PREMUL_SUM factor as fp64, in rank order.
-at::Tensor gather_factors(Primitives& mover, const at::Tensor& like, const ReduceOp& op) {
+// Returns every rank's PREMUL_SUM factor as fp64, in rank order.
+at::Tensor gather_factors(Primitives& primitives, const at::Tensor& like, const ReduceOp& op) {
   if (op.type() != RedOpType::PREMUL_SUM) return {};
   const auto options = at::TensorOptions().device(like.device()).dtype(at::kDouble);
   at::Tensor mine;
@@ -110,19 +111,20 @@ at::Tensor gather_factors(Primitives& mover, const at::Tensor& like, const Reduc
   } else {
     mine = at::full({1}, std::get<double>(op.factor()), options);
   }
-  Blocks all{at::empty({mover.size()}, options), {}};
-  mover.all_gather(all, mine);
+  RankTensors all{at::empty({primitives.size()}, options), {}};
+  primitives.all_gather(all, mine);
   return all.flat;
 }
 
-// Room for `count` equal parts like `part`.
-Blocks receive_blocks(const at::Tensor& part, int count) {
+// Allocates `count` equal parts like `part`.
+RankTensors make_recv_tensors(const at::Tensor& part, int count) {
   return {at::empty({count * part.numel()}, part.options()), {}};
 }
 
-// `flat` cut into one chunk for each rank, the first ones longer by one where it does not divide.
-Blocks chunks_of(const at::Tensor& flat, int count) {
-  Blocks blocks{flat, {}};
+// Splits `flat` into one chunk per rank. If it does not divide evenly, the first chunks are one
+// element longer.
+RankTensors chunks_of(const at::Tensor& flat, int count) {
+  RankTensors blocks{flat, {}};
   const int64_t length = flat.numel() / count;
   const int64_t longer = flat.numel() % count;
   if (longer == 0) return blocks;
@@ -140,7 +142,7 @@ Blocks chunks_of(const at::Tensor& flat, int count) {
 void reduce_parts(const at::Tensor& out, const std::vector<at::Tensor>& parts, RedOpType op,
                   const at::Tensor& factors) {
   const auto dtype = out.scalar_type();
-  if (c10::isComplexType(dtype)) {  // only linear operations get here
+  if (c10::isComplexType(dtype)) {  // only linear reductions reach this
     std::vector<at::Tensor> reals;
     for (const auto& part : parts) reals.push_back(at::view_as_real(part).view({-1}));
     reduce_parts(at::view_as_real(out).view({-1}), reals, op, factors);
@@ -173,40 +175,41 @@ void reduce_parts(const at::Tensor& out, const std::vector<at::Tensor>& parts, R
   (twin == dtype ? flat : flat.view(twin)).copy_(acc);
 }
 
-void composed_all_reduce(Primitives& mover, const at::Tensor& tensor, const ReduceOp& op) {
-  const int size = mover.size();
+void composed_all_reduce(Primitives& primitives, const at::Tensor& tensor, const ReduceOp& op) {
+  const int size = primitives.size();
   const at::Tensor flat = tensor.view({-1});
-  const at::Tensor factors = gather_factors(mover, flat, op);
+  const at::Tensor factors = gather_factors(primitives, flat, op);
   if (size == 1 || tensor.nbytes() <= static_cast<size_t>(kSmallBytes)) {
-    const Blocks all = receive_blocks(flat, size);
-    mover.all_gather(all, flat);
+    const RankTensors all = make_recv_tensors(flat, size);
+    primitives.all_gather(all, flat);
     reduce_parts(flat, all.all(size), op.type(), factors);
     return;
   }
-  const Blocks chunks = chunks_of(flat, size);
-  const at::Tensor mine = at::empty_like(chunks.part(mover.rank(), size));
-  const Blocks received = receive_blocks(mine, size);
-  mover.all_to_all(received, chunks);
+  const RankTensors chunks = chunks_of(flat, size);
+  const at::Tensor mine = at::empty_like(chunks.part(primitives.rank(), size));
+  const RankTensors received = make_recv_tensors(mine, size);
+  primitives.all_to_all(received, chunks);
   reduce_parts(mine, received.all(size), op.type(), factors);
-  mover.all_gather(chunks, mine);
+  primitives.all_gather(chunks, mine);
 }
 
-void composed_reduce(Primitives& mover, const at::Tensor& tensor, const ReduceOp& op, int root) {
+void composed_reduce(Primitives& primitives, const at::Tensor& tensor, const ReduceOp& op,
+                     int root) {
   const at::Tensor flat = tensor.view({-1});
-  const at::Tensor factors = gather_factors(mover, flat, op);
-  const bool at_root = mover.rank() == root;
-  const Blocks all = at_root ? receive_blocks(flat, mover.size()) : Blocks{};
-  mover.gather(all, flat, root);
-  if (at_root) reduce_parts(flat, all.all(mover.size()), op.type(), factors);
+  const at::Tensor factors = gather_factors(primitives, flat, op);
+  const bool at_root = primitives.rank() == root;
+  const RankTensors all = at_root ? make_recv_tensors(flat, primitives.size()) : RankTensors{};
+  primitives.gather(all, flat, root);
+  if (at_root) reduce_parts(flat, all.all(primitives.size()), op.type(), factors);
 }
 
-void composed_reduce_scatter(Primitives& mover, const at::Tensor& tensor, const Blocks& in,
-                             const ReduceOp& op) {
+void composed_reduce_scatter(Primitives& primitives, const at::Tensor& tensor,
+                             const RankTensors& in, const ReduceOp& op) {
   const at::Tensor flat = tensor.view({-1});
-  const at::Tensor factors = gather_factors(mover, flat, op);
-  const Blocks received = receive_blocks(flat, mover.size());
-  mover.all_to_all(received, in);
-  reduce_parts(flat, received.all(mover.size()), op.type(), factors);
+  const at::Tensor factors = gather_factors(primitives, flat, op);
+  const RankTensors received = make_recv_tensors(flat, primitives.size());
+  primitives.all_to_all(received, in);
+  reduce_parts(flat, received.all(primitives.size()), op.type(), factors);
 }
 
 }  // namespace torch_overlap

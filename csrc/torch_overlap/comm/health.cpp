@@ -45,7 +45,8 @@ void write(Emitter& out, const CommHealth& health) {
   out.end_dict();
 }
 
-// What torch's control plane (torch.distributed.elastic.control_plane) can ask a worker.
+// Registers a query that torch's control plane (torch.distributed.elastic.control_plane) can send
+// to a worker.
 void handle(const std::string& name, std::string (*answer)()) {
   const auto handler = [answer](const c10d::control_plane::Request&,
                                 c10d::control_plane::Response& response) {
@@ -54,7 +55,7 @@ void handle(const std::string& name, std::string (*answer)()) {
   };
   try {
     c10d::control_plane::registerHandler(name, handler);
-  } catch (const std::exception&) {  // loaded a second time: the first one serves
+  } catch (const std::exception&) {  // loaded twice: the first handler stays
   }
 }
 

@@ -15,20 +15,21 @@
 
 namespace torch_overlap {
 
-// What a pre-hook sees. `call` is null for split, new_window and finalize; `ranks` and `split_name`
-// are for split.
+// Argument of the hooks. `call` is null for split, new_window and finalize; `ranks` and
+// `split_name` are for split.
 struct HookEvent {
   OpName name;
   uint64_t id;
   const Call* call = nullptr;
   const std::vector<int>* ranks = nullptr;
   const std::string* split_name = nullptr;
-  // For the post-hook: the operation's work, null if it could not be issued. Null without `call`.
+  // For the post-hook: the operation's work, or a null work if it could not be issued. The pointer
+  // is null without `call`.
   const std::shared_ptr<TorchWork>* work = nullptr;
 };
 
-// An ordered list of callbacks that may change while it runs: a call runs the callbacks that were
-// there when it began, in the order in which they were added. Threads: any.
+// An ordered list of callbacks that may change while it runs. A call runs the callbacks that were
+// in the list when it began, in the order in which they were added. Threads: any.
 template <typename Signature>
 class HookList;
 
@@ -46,9 +47,9 @@ class HookList<void(Args...)> {
     return last_;
   }
 
-  // False if it is gone already.
+  // Returns false if it was removed already.
   bool remove(uint64_t id) {
-    std::shared_ptr<const Entries> old;  // callbacks may die here, outside the lock
+    std::shared_ptr<const Entries> old;  // destroyed after the lock is released, with its callbacks
     std::lock_guard lock(mutex_);
     old = entries_;
     auto next = std::make_shared<Entries>();
@@ -82,18 +83,20 @@ class HookList<void(Args...)> {
 };
 
 // The hooks of one communicator. An exception in a pre-hook stops the operation before anything is
-// sent. The post-hook runs once for each pre-hook round that ended well, also when the operation
+// sent. The post-hook runs once for each pre-hook round that succeeded, also if the operation
 // itself then threw (`error` is set).
 struct Hooks {
   HookList<void(const HookEvent&)> pre;
   HookList<void(const HookEvent&, std::exception_ptr error)> post;
   HookList<void()> abort;
-  // After the pre-hooks, for every operation that is about to be launched: gets it with its record.
+  // Runs after the pre-hooks for every operation that is about to be launched. The call has its
+  // record.
   HookList<void(const Call&)> record;
 
-  // Runs `body` and then the post-hooks, with the exception that the body threw if it did.
+  // Runs `body`, then the post-hooks with the exception that the body threw, if any, and rethrows
+  // it.
   template <typename Body>
-  auto around(const HookEvent& event, const Body& body) -> decltype(body()) {
+  auto run_with_post_hook(const HookEvent& event, const Body& body) -> decltype(body()) {
     std::exception_ptr error;
     std::conditional_t<std::is_void_v<decltype(body())>, bool, decltype(body())> result{};
     try {

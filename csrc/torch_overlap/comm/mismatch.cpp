@@ -16,16 +16,16 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr Milliseconds kCompareSlice{200};
-constexpr const char* kPlace = "check_mismatch";
-// How many halves that came late are looked for at each send or receive.
-constexpr size_t kCleaned = 2;
+constexpr const char* kStorePrefix = "check_mismatch";
+// Maximum number of stale entries that each send or receive looks for.
+constexpr size_t kMaxKeysCleaned = 2;
 
-// What one rank is about to do.
+// Description of the call that one rank is about to issue.
 struct Facts {
   std::string shown;           // for the error
   std::string common;          // must be equal on all ranks
-  std::vector<int64_t> gives;  // elements to each rank, where it matters
-  std::vector<int64_t> takes;  // elements from each rank
+  std::vector<int64_t> gives;  // elements sent to each rank, if sizes may differ by rank
+  std::vector<int64_t> takes;  // elements received from each rank
 };
 
 at::ScalarType dtype_of(const Call& call) {
@@ -33,7 +33,7 @@ at::ScalarType dtype_of(const Call& call) {
   return at::kByte;
 }
 
-std::vector<int64_t> numels(const Blocks& blocks, int size) {
+std::vector<int64_t> numels(const RankTensors& blocks, int size) {
   std::vector<int64_t> all;
   for (const auto& part : blocks.all(size)) all.push_back(part.numel());
   return all;
@@ -92,7 +92,7 @@ Facts facts_of(const Call& call, int rank, int size) {
       }
       break;
     case Primitive::barrier:
-    case Primitive::put:  // those of windows are not compared
+    case Primitive::put:  // window operations are not compared
     case Primitive::signal:
     case Primitive::wait_signal:
       break;
@@ -138,13 +138,13 @@ Facts decode_facts(const std::vector<uint8_t>& bytes) {
                       "check_mismatch: expected four lines in the store, got ", lines.size());
   const auto numbers = [](const std::string& line) {
     std::vector<int64_t> all;
-    for (const auto& one : split_string(line, ',')) all.push_back(parse_int(one, kPlace));
+    for (const auto& one : split_string(line, ',')) all.push_back(parse_int(one, kStorePrefix));
     return all;
   };
   return {lines[0], lines[1], numbers(lines[2]), numbers(lines[3])};
 }
 
-// The first pair, in rank order, that does not fit.
+// Returns the first pair of ranks, in rank order, that does not match.
 std::optional<std::pair<int, int>> find_mismatch(const std::vector<Facts>& all) {
   const int size = static_cast<int>(all.size());
   for (int r = 1; r < size; ++r) {
@@ -160,7 +160,7 @@ std::optional<std::pair<int, int>> find_mismatch(const std::vector<Facts>& all) 
   return std::nullopt;
 }
 
-std::string describe_half(const P2POp& op) {
+std::string describe_endpoint(const P2POp& op) {
   return concat(op.tensor.numel(), " ", op.tensor.scalar_type(), " elements");
 }
 
@@ -170,25 +170,27 @@ MismatchCheck::MismatchCheck(c10::intrusive_ptr<c10d::Store> store, int rank, in
     : store_(std::move(store)), rank_(rank), size_(size) {}
 
 c10d::Store& MismatchCheck::connected(Milliseconds timeout) {
-  const std::lock_guard lock(pairs_);
-  if (!is_connected_) store_ = prefixed_store(own_connection(store_, kPlace, timeout), kPlace);
+  const std::lock_guard lock(mutex_);
+  if (!is_connected_)
+    store_ = make_prefix_store(clone_store(store_, kStorePrefix, timeout), kStorePrefix);
   is_connected_ = true;
   return *store_;
 }
 
 std::unique_lock<std::mutex> MismatchCheck::compare(const Call& call,
-                                                    const std::function<void()>& give_up) {
+                                                    const std::function<void()>& check_aborted) {
   if (call.primitive == Primitive::p2p) {
     compare_p2p(call);
     return {};
   }
-  std::unique_lock turn(turn_);
-  give_up();
-  compare_collective(call, give_up);
+  std::unique_lock turn(order_mutex_);
+  check_aborted();
+  compare_collective(call, check_aborted);
   return turn;
 }
 
-void MismatchCheck::compare_collective(const Call& call, const std::function<void()>& give_up) {
+void MismatchCheck::compare_collective(const Call& call,
+                                       const std::function<void()>& check_aborted) {
   c10d::Store& store = connected(call.timeout);
   const auto deadline = Clock::now() + call.timeout;
   const uint64_t sequence = collectives_++;
@@ -196,7 +198,7 @@ void MismatchCheck::compare_collective(const Call& call, const std::function<voi
   for (int r = 0; r < size_; ++r) keys.push_back(concat(sequence, "/", r));
   store.set(keys[rank_], encode_facts(facts_of(call, rank_, size_)));
   while (true) {
-    give_up();
+    check_aborted();
     check_interrupt();
     const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());
     try {
@@ -205,7 +207,7 @@ void MismatchCheck::compare_collective(const Call& call, const std::function<voi
     } catch (const std::exception&) {
       std::vector<int> missing;
       for (int r = 0; r < size_; ++r) {
-        if (!store.check({keys[r]})) missing.push_back(r);  // throws if the store is gone
+        if (!store.check({keys[r]})) missing.push_back(r);  // throws if the store has ended
       }
       TORCH_OVERLAP_CHECK(left > kCompareSlice || missing.empty(), kTimeout, call.describe(),
                           ": expected all ranks to come to operation ", sequence,
@@ -215,7 +217,7 @@ void MismatchCheck::compare_collective(const Call& call, const std::function<voi
   }
   std::vector<Facts> all;
   for (const auto& name : keys) all.push_back(decode_facts(store.get(name)));
-  done_with_keys(store, concat(sequence, "/read"), size_, keys);
+  release_keys(store, concat(sequence, "/read"), size_, keys);
   if (const auto pair = find_mismatch(all)) {
     const auto [a, b] = *pair;
     fail(ErrorKind::kValue, to_string(call.name), ": expected the same operation on all ranks of '",
@@ -224,91 +226,92 @@ void MismatchCheck::compare_collective(const Call& call, const std::function<voi
   }
 }
 
-void MismatchCheck::clean_up(c10d::Store& store) {
+void MismatchCheck::delete_stale_keys(c10d::Store& store) {
   std::vector<std::string> oldest;
   {
-    const std::lock_guard lock(pairs_);
-    while (!unseen_.empty() && oldest.size() < kCleaned) {
-      oldest.push_back(std::move(unseen_.front()));
-      unseen_.pop_front();
+    const std::lock_guard lock(mutex_);
+    while (!stale_keys_.empty() && oldest.size() < kMaxKeysCleaned) {
+      oldest.push_back(std::move(stale_keys_.front()));
+      stale_keys_.pop_front();
     }
   }
   for (auto& key : oldest) {
     if (store.check({key})) {
       (void)store.deleteKey(key);
     } else {
-      const std::lock_guard lock(pairs_);
-      unseen_.push_back(std::move(key));
+      const std::lock_guard lock(mutex_);
+      stale_keys_.push_back(std::move(key));
     }
   }
 }
 
 void MismatchCheck::compare_p2p(const Call& call) {
   c10d::Store& store = connected(call.timeout);
-  struct Half {
+  struct Endpoint {
     const P2POp* op;
     std::string mine;
     std::string theirs;
   };
-  std::vector<Half> halves;
+  std::vector<Endpoint> endpoints;
   {
-    const std::lock_guard lock(pairs_);
+    const std::lock_guard lock(mutex_);
     for (const P2POp& op : call.p2p) {
       if (op.peer == rank_ || op.peer == kAnySource) continue;
       const bool is_send = op.type == P2POp::Type::SEND;
       const auto pair = is_send ? std::pair(rank_, op.peer) : std::pair(op.peer, rank_);
       const std::string base = concat("p2p/", pair.first, "/", pair.second, "/", op.tag, "/",
-                                      halves_[{pair.first, pair.second, op.tag}]++);
-      halves.push_back(
+                                      num_messages_[{pair.first, pair.second, op.tag}]++);
+      endpoints.push_back(
           {&op, base + (is_send ? "/send" : "/recv"), base + (is_send ? "/recv" : "/send")});
     }
   }
-  for (const Half& half : halves) {
-    const std::string text = describe_half(*half.op);
-    store.set(half.mine, std::vector<uint8_t>(text.begin(), text.end()));
+  for (const Endpoint& endpoint : endpoints) {
+    const std::string text = describe_endpoint(*endpoint.op);
+    store.set(endpoint.mine, std::vector<uint8_t>(text.begin(), text.end()));
   }
-  clean_up(store);
-  for (const Half& half : halves) {
-    if (!store.check({half.theirs})) {
-      const std::lock_guard lock(pairs_);
-      unseen_.push_back(half.theirs);
+  delete_stale_keys(store);
+  for (const Endpoint& endpoint : endpoints) {
+    if (!store.check({endpoint.theirs})) {
+      const std::lock_guard lock(mutex_);
+      stale_keys_.push_back(endpoint.theirs);
       continue;
     }
-    const auto bytes = store.get(half.theirs);
+    const auto bytes = store.get(endpoint.theirs);
     const std::string theirs(bytes.begin(), bytes.end());
-    (void)store.deleteKey(half.theirs);  // nobody else reads or deletes it
-    const bool is_send = half.op->type == P2POp::Type::SEND;
-    TORCH_OVERLAP_CHECK(theirs == describe_half(*half.op), kValue, to_string(call.name),
+    (void)store.deleteKey(endpoint.theirs);  // no other rank reads or deletes it
+    const bool is_send = endpoint.op->type == P2POp::Type::SEND;
+    TORCH_OVERLAP_CHECK(theirs == describe_endpoint(*endpoint.op), kValue, to_string(call.name),
                         ": expected the same size and dtype on both ranks, got ",
-                        is_send ? "a send" : "a recv", " of ", describe_half(*half.op), " on rank ",
-                        rank_, " and ", is_send ? "a recv" : "a send", " of ", theirs, " on rank ",
-                        half.op->peer, "; nothing was sent");
+                        is_send ? "a send" : "a recv", " of ", describe_endpoint(*endpoint.op),
+                        " on rank ", rank_, " and ", is_send ? "a recv" : "a send", " of ", theirs,
+                        " on rank ", endpoint.op->peer, "; nothing was sent");
   }
 }
 
-std::function<std::string(c10d::Store&)> late_comparison(const Call& call, int rank, int size,
-                                                         const std::set<int>& peers,
-                                                         Milliseconds limit) {
-  // A collective tells all ranks; a message tells its peers, and says nothing of the others.
-  std::set<int> told;
-  for (const P2POp& op : call.p2p) told.insert(op.peer);
-  return [mine = facts_of(call, rank, size), rank, peers, limit, told = std::move(told),
+std::function<std::string(c10d::Store&)> make_timeout_comparison(const Call& call, int rank,
+                                                                 int size,
+                                                                 const std::set<int>& peers,
+                                                                 Milliseconds limit) {
+  // A collective notifies all ranks; a message notifies only its peers.
+  std::set<int> notified;
+  for (const P2POp& op : call.p2p) notified.insert(op.peer);
+  return [mine = facts_of(call, rank, size), rank, peers, limit, notified = std::move(notified),
           timeout = call.timeout](c10d::Store& store) -> std::string {
     const auto to_all = [](int from) { return concat("late/", from); };
     const auto to_one = [](int from, int to) { return concat("late/", from, "/", to); };
-    for (const int peer : told) store.set(to_one(rank, peer), encode_facts(mine));
-    if (told.empty()) store.set(to_all(rank), encode_facts(mine));
+    for (const int peer : notified) store.set(to_one(rank, peer), encode_facts(mine));
+    if (notified.empty()) store.set(to_all(rank), encode_facts(mine));
     const auto until = Clock::now() + limit;
     for (const int peer : peers) {
       std::string found;
       const auto left = std::chrono::ceil<Milliseconds>(until - Clock::now());
-      const auto has_told = [&] {
+      const auto has_published = [&] {
         for (const auto& key : {to_one(peer, rank), to_all(peer)}) {
           if (store.check({key})) found = key;
         }
         return !found.empty();
       };
-      if (!poll(std::max(left, Milliseconds(0)), has_told)) continue;
+      if (!poll(std::max(left, Milliseconds(0)), has_published)) continue;
       const Facts theirs = decode_facts(store.get(found));
       const bool fits = theirs.common == mine.common && theirs.gives[rank] == mine.takes[peer] &&
                         mine.gives[peer] == theirs.takes[rank];

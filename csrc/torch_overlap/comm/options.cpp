@@ -9,13 +9,13 @@
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/process.h"
-#include "torch_overlap/comm/direct.h"
+#include "torch_overlap/collectives/select.h"
 #include "torch_overlap/comm/work.h"
 
 namespace torch_overlap {
 namespace {
 
-// The plain key, and the one of upstream's first documentation.
+// The plain key, and the one in upstream's first documentation.
 constexpr const char* kPriorityHints[] = {"is_high_priority_stream",
                                           "torchcomm::ncclx::high_priority_stream"};
 
@@ -40,10 +40,11 @@ std::optional<bool> take_mismatch(Hints& hints) {
   return value;
 }
 
-std::optional<DirectMode> take_direct(Hints& hints) {
-  const auto found = hints.find(std::string(kDirectHint));
+std::optional<CollectiveMode> take_custom_collectives(Hints& hints) {
+  const auto found = hints.find(std::string(kCustomCollectivesHint));
   if (found == hints.end()) return std::nullopt;
-  const DirectMode value = parse_direct_mode(found->second, concat("hint ", kDirectHint));
+  const CollectiveMode value =
+      parse_collective_mode(found->second, concat("hint ", kCustomCollectivesHint));
   hints.erase(found);
   return value;
 }
@@ -53,10 +54,11 @@ struct Warned {
   std::set<std::string> hints;
 };
 
-// `where` got the hints. Whoever else of that `kind` gets them is not warned of them again.
+// Warns of unknown hints that `where` received. No later receiver of the same `kind` is warned of
+// them again.
 void warn(const Hints& hints, std::string_view where, std::string_view kind,
           const std::vector<std::string_view>& known) {
-  auto& warned = ProcessWide<Warned>::get();
+  auto& warned = LeakySingleton<Warned>::get();
   std::vector<std::string> fresh;
   {
     const std::lock_guard lock(warned.mutex);
@@ -73,7 +75,7 @@ void warn(const Hints& hints, std::string_view where, std::string_view kind,
 
 void warn_unknown_hints(const Hints& hints, std::string_view backend,
                         std::vector<std::string_view> known) {
-  known.insert(known.end(), {kPriorityHints[0], kMismatchHint, kDirectHint});
+  known.insert(known.end(), {kPriorityHints[0], kMismatchHint, kCustomCollectivesHint});
   warn(hints, backend, backend, known);
 }
 
@@ -82,8 +84,8 @@ OpHints op_hints(std::string_view op, const Hints& hints) {
   if (hints.empty()) return out;
   Hints rest = hints;
   out.high_priority = take_priority(rest);
-  out.direct = take_direct(rest);
-  warn(rest, op, "operation", {kPriorityHints[0], kDirectHint});
+  out.custom_collectives = take_custom_collectives(rest);
+  warn(rest, op, "operation", {kPriorityHints[0], kCustomCollectivesHint});
   return out;
 }
 
@@ -91,7 +93,7 @@ void merge_hints(ResolvedOptions& options, const Hints& hints) {
   Hints rest = hints;
   options.is_high_priority_stream = take_priority(rest).value_or(options.is_high_priority_stream);
   options.check_mismatch = take_mismatch(rest).value_or(options.check_mismatch);
-  options.direct = take_direct(rest).value_or(options.direct);
+  options.custom_collectives = take_custom_collectives(rest).value_or(options.custom_collectives);
   for (const auto& [key, value] : rest) options.hints.insert_or_assign(key, value);
 }
 
@@ -101,16 +103,16 @@ ResolvedOptions resolve_options(const CommOptions& options) {
   const auto hinted = take_priority(out.hints);
   const auto mismatch = take_mismatch(out.hints);
   out.check_mismatch = mismatch ? *mismatch : Env::check_mismatch();
-  const auto direct = take_direct(out.hints);
-  out.direct =
-      direct ? *direct
-             : parse_direct_mode(Env::direct_collectives(), "TORCH_OVERLAP_DIRECT_COLLECTIVES");
+  const auto hint = take_custom_collectives(out.hints);
+  out.custom_collectives =
+      hint ? *hint
+           : parse_collective_mode(Env::custom_collectives(), "TORCH_OVERLAP_CUSTOM_COLLECTIVES");
   out.enable_reconfigure = options.enable_reconfigure.value_or(false);
-  // Who wants other members after a failure wants to live through it.
+  // A caller that reconfigures after a failure needs the process to survive it.
   const auto& aborts = options.abort_process_on_timeout_or_error;
   out.abort_process_on_timeout_or_error =
       aborts ? *aborts : !out.enable_reconfigure && Env::abort_on_error();
-  out.timeout = std::min(options.timeout ? *options.timeout : Env::timeout(), kLongestTimeout);
+  out.timeout = std::min(options.timeout ? *options.timeout : Env::timeout(), kMaxTimeout);
   TORCH_OVERLAP_CHECK(out.timeout.count() > 0, kValue,
                       "new_comm: expected a timeout of at least 1 ms, got ", out.timeout.count(),
                       " ms");

@@ -15,13 +15,13 @@ namespace {
 using std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-constexpr milliseconds kShortestPeriod(300);
-constexpr milliseconds kPeriodOfARank(1);
-constexpr milliseconds kLongestPeriod(5000);
+constexpr milliseconds kMinPeriod(300);
+constexpr milliseconds kPeriodPerRank(1);
+constexpr milliseconds kMaxPeriod(5000);
 constexpr milliseconds kStoreTimeout(5000);
 constexpr char kKey[] = "failed";
 
-StorePtr connect_again(const StorePtr& store) {
+StorePtr clone_store_with_timeout(const StorePtr& store) {
   auto own = store->clone();
   own->setTimeout(kStoreTimeout);
   return own;
@@ -29,62 +29,62 @@ StorePtr connect_again(const StorePtr& store) {
 
 }  // namespace
 
-// Lives as long as a thread that uses it.
+// Shared with the threads that use it, which may outlive the PeerFailure.
 struct PeerFailure::Shared {
   Shared(StorePtr store, int rank) : store(std::move(store)), rank(rank) {}
 
   const StorePtr store;
   const int rank;
 
-  std::mutex mutex;  // of all below
+  std::mutex mutex;  // guards all members below
   bool is_asking = false;
   std::optional<Clock::time_point> asked;
-  std::optional<std::string> heard;
+  std::optional<std::string> peer_error;
 };
 
 PeerFailure::PeerFailure(StorePtr store, int rank, int size)
-    : period_(kShortestPeriod + size * kPeriodOfARank),
+    : period_(kMinPeriod + size * kPeriodPerRank),
       shared_(store == nullptr ? nullptr : std::make_shared<Shared>(std::move(store), rank)) {}
 
-void PeerFailure::tell(const std::string& message, milliseconds limit) noexcept {
+void PeerFailure::publish(const std::string& message, milliseconds limit) noexcept {
   if (shared_ == nullptr) return;
   try {
-    run_bounded(
+    run_with_timeout(
         [store = shared_->store, text = concat("rank ", shared_->rank, ": ", message)] {
-          const auto own = connect_again(store);
+          const auto own = clone_store_with_timeout(store);
           if (!own->check({kKey})) own->set(kKey, std::vector<uint8_t>(text.begin(), text.end()));
         },
         limit);
-  } catch (const std::exception&) {  // then they find out by their own timeouts
+  } catch (const std::exception&) {  // the peers then rely on their own timeouts
   }
 }
 
-std::optional<std::string> PeerFailure::heard(Clock::time_point begin,
-                                              Clock::time_point now) noexcept {
+std::optional<std::string> PeerFailure::peer_error(Clock::time_point begin,
+                                                   Clock::time_point now) noexcept {
   if (shared_ == nullptr) return std::nullopt;
   const std::lock_guard lock(shared_->mutex);
-  if (shared_->heard || shared_->is_asking) return shared_->heard;
+  if (shared_->peer_error || shared_->is_asking) return shared_->peer_error;
   const auto last = shared_->asked ? std::max(*shared_->asked, begin) : begin;
-  const auto pause = std::clamp<Clock::duration>(last - begin, period_, kLongestPeriod);
+  const auto pause = std::clamp<Clock::duration>(last - begin, period_, kMaxPeriod);
   if (now - last < pause) return std::nullopt;
   try {
     std::thread([shared = shared_] {
-      std::optional<std::string> heard;
+      std::optional<std::string> peer_error;
       try {
-        const auto own = connect_again(shared->store);
+        const auto own = clone_store_with_timeout(shared->store);
         if (own->check({kKey})) {
           const auto text = own->get(std::string(kKey));
-          heard.emplace(text.begin(), text.end());
+          peer_error.emplace(text.begin(), text.end());
         }
-      } catch (const std::exception&) {  // a store that is gone tells nothing
+      } catch (const std::exception&) {  // a store that has ended reports nothing
       }
       const std::lock_guard done(shared->mutex);
       shared->is_asking = false;
-      shared->heard = std::move(heard);
+      shared->peer_error = std::move(peer_error);
     }).detach();
     shared_->is_asking = true;
     shared_->asked = now;
-  } catch (const std::exception&) {  // no thread to be had: another time
+  } catch (const std::exception&) {  // no thread could be started: retry at the next call
   }
   return std::nullopt;
 }

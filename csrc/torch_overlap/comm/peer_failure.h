@@ -11,32 +11,32 @@
 
 namespace torch_overlap {
 
-// How the ranks of a communicator learn of each other's failure, over its store. A rank that gives
-// up stops its kernels, which on other ranks can look as if the operation had ended: what they wait
-// for next would then start its clock anew. With this they hear of it instead. A communicator with
-// a rank that has failed is dead, whatever single operations could still do.
+// Propagates failures between the ranks of a communicator, over its store. A rank that gives up
+// stops its kernels, which on other ranks can look as if the operation had ended: their next wait
+// would then restart its timeout. With this class they learn of the failure instead. A communicator
+// with a failed rank is unusable, even if single operations could still succeed.
 //
-// The store is asked on threads of their own, over connections of their own, so that one which does
-// not answer holds up nobody. Such a thread ends when the store answers, or its client gives up.
+// The store is accessed on separate threads, over separate connections, so that an unresponsive
+// store blocks no caller. Such a thread ends when the store answers, or when its client times out.
 //
 // Threads: any.
 class TORCH_OVERLAP_API PeerFailure {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `store`: the communicator's alone. Null, or one that cannot be cloned: nobody is told and
-  // nobody is heard.
+  // `store` is exclusive to the communicator. If it is null or cannot be cloned, no peer is
+  // notified and no peer's failure is found.
   PeerFailure(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
 
-  // Tells the others, unless somebody has before. Waits for at most `limit` until the store has it;
-  // it goes on alone then.
-  void tell(const std::string& message,
-            std::chrono::milliseconds limit = std::chrono::milliseconds(0)) noexcept;
-  // What a peer has told; empty as long as none is known to have. For a rank that has been waiting
-  // since `begin`. Asks the store once it has waited for period(), then when it has waited for
-  // twice as long, and so on, at least every five seconds.
-  std::optional<std::string> heard(Clock::time_point begin, Clock::time_point now) noexcept;
-  // Grows with the group.
+  // Publishes a failure, unless a rank has done so before. Waits at most `limit` until the store
+  // has it; after that it continues in the background.
+  void publish(const std::string& message,
+               std::chrono::milliseconds limit = std::chrono::milliseconds(0)) noexcept;
+  // Returns the failure that a peer published; empty if none is known. `begin` is the time since
+  // which this rank has been waiting. Queries the store after a wait of period(), then each time
+  // the wait has doubled, and at least every five seconds.
+  std::optional<std::string> peer_error(Clock::time_point begin, Clock::time_point now) noexcept;
+  // The period grows with the size of the group.
   std::chrono::milliseconds period() const { return period_; }
 
  private:

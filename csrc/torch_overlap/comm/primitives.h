@@ -4,13 +4,13 @@
 
 namespace torch_overlap {
 
-// What a backend does, as functions on validated tensors. An object of this class lives for one
-// operation (or longer): it knows the communicator, the stream or thread that it runs on, and the
-// deadline. `run` is the one switch from a Call to its function.
+// The operations of a backend, as functions on validated tensors. An object of this class lives for
+// one operation (or longer): it holds the communicator, the stream or thread that it runs on, and
+// the deadline. `run` is the only dispatch from a Call to its function.
 //
 // Each function returns once the operation is issued (CUDA: on the stream) or done (host). Data
-// movement takes any dtype; reductions take what validate.h lets through, and those that a backend
-// cannot do natively are composed from data movement (composed.h).
+// movement supports any dtype. Reductions support what validate.h accepts; those that a backend
+// cannot do natively are composed of data movement (composed.h).
 class TORCH_OVERLAP_API Primitives {
  public:
   Primitives(int rank, int size) : rank_(rank), size_(size) {}
@@ -24,12 +24,13 @@ class TORCH_OVERLAP_API Primitives {
   virtual void broadcast(const at::Tensor& tensor, int root) = 0;
   virtual void all_reduce(const at::Tensor& tensor, const ReduceOp& op) = 0;
   virtual void reduce(const at::Tensor& tensor, const ReduceOp& op, int root) = 0;
-  virtual void all_gather(const Blocks& out, const at::Tensor& tensor) = 0;
-  virtual void reduce_scatter(const at::Tensor& tensor, const Blocks& in, const ReduceOp& op) = 0;
-  virtual void all_to_all(const Blocks& out, const Blocks& in) = 0;
+  virtual void all_gather(const RankTensors& out, const at::Tensor& tensor) = 0;
+  virtual void reduce_scatter(const at::Tensor& tensor, const RankTensors& in,
+                              const ReduceOp& op) = 0;
+  virtual void all_to_all(const RankTensors& out, const RankTensors& in) = 0;
   virtual void barrier() = 0;
-  virtual void scatter(const at::Tensor& tensor, const Blocks& in, int root) = 0;
-  virtual void gather(const Blocks& out, const at::Tensor& tensor, int root) = 0;
+  virtual void scatter(const at::Tensor& tensor, const RankTensors& in, int root) = 0;
+  virtual void gather(const RankTensors& out, const at::Tensor& tensor, int root) = 0;
   virtual void put(SymmetricMemory& window, const at::Tensor& tensor, int dst, int64_t offset) = 0;
   virtual void signal(SymmetricMemory& window, int dst) = 0;
   virtual void wait_signal(SymmetricMemory& window, int src, uint64_t ticket) = 0;

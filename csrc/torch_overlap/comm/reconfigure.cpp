@@ -1,4 +1,4 @@
-// What changes in a communicator while it lives: its members, its timeout, its hints.
+// Changes of a live communicator: its members, its timeout, its hints.
 
 #include <c10/util/Exception.h>
 
@@ -7,11 +7,11 @@
 #include <numeric>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/collectives/select.h"
 #include "torch_overlap/comm/call_record.h"
-#include "torch_overlap/comm/direct.h"
 #include "torch_overlap/comm/host/host_work.h"
-#include "torch_overlap/comm/meeting.h"
 #include "torch_overlap/comm/mismatch.h"
+#include "torch_overlap/comm/regroup_rendezvous.h"
 #include "torch_overlap/comm/torch_comm.h"
 
 namespace torch_overlap {
@@ -43,38 +43,40 @@ std::shared_ptr<MismatchCheck> mismatch_check(const BackendContext& context) {
   return std::make_shared<MismatchCheck>(context.store, context.rank, context.size);
 }
 
-// What this rank says when it meets the others.
-MeetingRequest wish_of(const TorchComm& comm, const Membership& before,
-                       const ReconfigureOptions& options, const std::vector<std::string>& handles,
-                       const ResolvedOptions& resolved) {
-  MeetingRequest wish;
-  wish.name = comm.name();
-  wish.uuid = options.uuid;
-  wish.handles = handles;
-  wish.ordered = std::holds_alternative<std::vector<std::string>>(options.init_handles);
-  wish.digest = concat("backend=", comm.backend_name(),
-                       " device=", c10::DeviceTypeName(comm.device().type(), true),
-                       resolved.check_mismatch ? " check_mismatch" : "",
-                       " direct_collectives=", to_string(resolved.direct));
-  wish.me = {.handle = comm.init_handle(),
-             .generation = before.generation,
-             .old_rank = before.context.rank,
-             .old_size = before.context.size,
-             .formation = concat(before.generation, "@", before.handles.at(0))};
-  return wish;
+// Returns what this rank publishes in the rendezvous.
+RegroupRendezvousRequest make_regroup_request(const TorchComm& comm, const Membership& before,
+                                              const ReconfigureOptions& options,
+                                              const std::vector<std::string>& handles,
+                                              const ResolvedOptions& resolved) {
+  RegroupRendezvousRequest regroup_request;
+  regroup_request.name = comm.name();
+  regroup_request.uuid = options.uuid;
+  regroup_request.handles = handles;
+  regroup_request.ordered = std::holds_alternative<std::vector<std::string>>(options.init_handles);
+  regroup_request.digest = concat("backend=", comm.backend_name(),
+                                  " device=", c10::DeviceTypeName(comm.device().type(), true),
+                                  resolved.check_mismatch ? " check_mismatch" : "",
+                                  " custom_collectives=", to_string(resolved.custom_collectives));
+  regroup_request.me = {.handle = comm.init_handle(),
+                        .generation = before.generation,
+                        .old_rank = before.context.rank,
+                        .old_size = before.context.size,
+                        .formation = concat(before.generation, "@", before.handles.at(0))};
+  return regroup_request;
 }
 
-// Of a reconfigure that failed: its time may be up, and its own error is what is thrown.
-void give_up_quietly(const Membership& members) {
+// Aborts after a failed reconfigure. Uses abort_async(), because the timeout may have expired, and
+// only warns of errors, because the caller throws the reconfigure's own.
+void abort_without_throw(const Membership& members) {
   members.context.record->state.store(CommRecord::State::kAborted);
   try {
-    members.backend->give_up(/*tells_peers=*/true);
+    members.backend->abort_async(/*notify_peers=*/true);
   } catch (const std::exception& error) {
     TORCH_WARN("reconfigure of '", members.context.name, "': abort failed: ", error.what());
   }
 }
 
-// A work that is done: for what blocks.
+// Returns a completed work, for operations that block.
 WorkPtr done_work(const std::string& name) {
   Call call;
   call.name = OpName::barrier;
@@ -90,7 +92,7 @@ WorkPtr done_work(const std::string& name) {
 
 template <typename Change>
 void TorchComm::change(const Change& apply) {
-  const std::lock_guard lock(changes_);
+  const std::lock_guard lock(membership_mutex_);
   auto next = std::make_shared<Membership>(*membership());
   apply(*next);
   membership_ = std::move(next);
@@ -116,7 +118,7 @@ void TorchComm::set_timeout(Milliseconds timeout) {
   TORCH_OVERLAP_CHECK(timeout.count() > 0, kValue,
                       "set_timeout: expected a timeout of at least 1 ms, got ", timeout.count(),
                       " ms");
-  const Milliseconds bounded = std::min(timeout, kLongestTimeout);
+  const Milliseconds bounded = std::min(timeout, kMaxTimeout);
   change([&](Membership& members) { members.context.options.timeout = bounded; });
   timeout_->store(bounded);
 }
@@ -131,13 +133,13 @@ ResolvedOptions TorchComm::options_with(const Hints& hints) const {
 
 void TorchComm::set_hints(const Hints& hints) {
   require_not_finalized("set_hints");
-  (void)options_with(hints);  // throws on one that cannot be read
+  (void)options_with(hints);  // throws on a hint that cannot be parsed
   change([&](Membership& members) { merge_hints(members.context.options, hints); });
 }
 
 WorkPtr TorchComm::reconfigure(const ReconfigureOptions& options) {
   require_own_process("reconfigure");
-  refuse_capture("reconfigure", device_);
+  check_not_capturing("reconfigure", device_);
   const auto before = membership();
   TORCH_OVERLAP_CHECK(
       before->context.options.enable_reconfigure, kState,
@@ -147,7 +149,7 @@ WorkPtr TorchComm::reconfigure(const ReconfigureOptions& options) {
                       "reconfigure: expected a timeout >= 0, got ", options.timeout.count(), " ms");
   const auto handles = handle_list(options);
   check_handles(handles, init_handle_);
-  (void)options_with(options.hints);  // throws on one that cannot be read
+  (void)options_with(options.hints);  // throws on a hint that cannot be parsed
 
   State expected = State::kActive;
   if (!state_.compare_exchange_strong(expected, State::kReconfiguring)) {
@@ -168,8 +170,8 @@ WorkPtr TorchComm::reconfigure(const ReconfigureOptions& options) {
   try {
     auto next = next_generation(options, handles);
     {
-      const std::lock_guard lock(changes_);
-      // The timeout may have been changed meanwhile; the hints are this call's.
+      const std::lock_guard lock(membership_mutex_);
+      // The timeout may have been changed meanwhile; the hints are those of this call.
       next->context.options.timeout = membership()->context.options.timeout;
       membership_ = next;
     }
@@ -183,8 +185,8 @@ WorkPtr TorchComm::reconfigure(const ReconfigureOptions& options) {
   } catch (...) {
     const auto error = std::current_exception();
     const auto after = membership();
-    give_up_quietly(*before);
-    if (after != before) give_up_quietly(*after);
+    abort_without_throw(*before);
+    if (after != before) abort_without_throw(*after);
     state_.store(State::kAborted);
     std::rethrow_exception(error);
   }
@@ -198,33 +200,33 @@ std::shared_ptr<Membership> TorchComm::next_generation(const ReconfigureOptions&
   auto next = std::make_shared<Membership>();
   next->context = old;
   merge_hints(next->context.options, options.hints);
-  const Milliseconds timeout = options.timeout.count() > 0
-                                   ? std::min(options.timeout, kLongestTimeout)
-                                   : old.options.timeout;
+  const Milliseconds timeout =
+      options.timeout.count() > 0 ? std::min(options.timeout, kMaxTimeout) : old.options.timeout;
   const auto begin = Clock::now();
   const auto left = [deadline = begin + timeout] {
     return std::max(std::chrono::ceil<Milliseconds>(deadline - Clock::now()), Milliseconds(1));
   };
 
-  const auto meet_members = [&] {
+  const auto rendezvous_with_members = [&] {
     const auto ended = std::chrono::floor<Milliseconds>(Clock::now() - begin);
     RegroupRequest request;
     if (old.store) {
-      MeetingRequest wish = wish_of(*this, *before, options, handles, next->context.options);
-      wish.aborting = ended;
+      RegroupRendezvousRequest regroup_request =
+          make_regroup_request(*this, *before, options, handles, next->context.options);
+      regroup_request.aborting = ended;
       const auto store =
-          open_store(Env::read(), old.given_store, {old.rank, old.size}, "reconfigure", left());
-      auto meeting = meet(store, wish, left(), [this] {
+          open_store(Env::read(), old.user_store, {old.rank, old.size}, "reconfigure", left());
+      auto rendezvous = rendezvous_members(store, regroup_request, left(), [this] {
         TORCH_OVERLAP_CHECK(state_.load() == State::kReconfiguring, kState,
                             "reconfigure: expected no abort() meanwhile, got one of '", name(),
                             "'");
       });
-      next->context.rank = meeting.rank;
-      next->context.store = std::move(meeting.store);
-      next->generation = meeting.generation;
-      next->handles = std::move(meeting.handles);
-      request.old_ranks = std::move(meeting.old_ranks);
-    } else {  // a backend without peers: all that are named are there
+      next->context.rank = rendezvous.rank;
+      next->context.store = std::move(rendezvous.store);
+      next->generation = rendezvous.generation;
+      next->handles = std::move(rendezvous.handles);
+      request.old_ranks = std::move(rendezvous.old_ranks);
+    } else {  // a backend without peers: all listed members are present
       const auto me = std::find(handles.begin(), handles.end(), init_handle_);
       next->context.rank = static_cast<int>(me - handles.begin());
       next->generation = before->generation + 1;
@@ -240,7 +242,7 @@ std::shared_ptr<Membership> TorchComm::next_generation(const ReconfigureOptions&
     request.context.options.timeout = left();
     return request;
   };
-  next->backend = before->backend->regroup(meet_members, timeout);
+  next->backend = before->backend->regroup(rendezvous_with_members, timeout);
   next->mismatch = mismatch_check(next->context);
   return next;
 }

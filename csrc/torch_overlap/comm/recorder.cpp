@@ -11,7 +11,7 @@ namespace torch_overlap {
 FlightRecorder::FlightRecorder(size_t capacity) : capacity_(capacity), ring_(capacity) { reset(); }
 
 FlightRecorder& FlightRecorder::of_process() {
-  return made_once([] { return FlightRecorder(Env::recorder_size()); });
+  return lazy_leaky_singleton([] { return FlightRecorder(Env::recorder_size()); });
 }
 
 size_t FlightRecorder::size() const {
@@ -22,7 +22,7 @@ size_t FlightRecorder::size() const {
 void FlightRecorder::add(CallRecordPtr record) noexcept {
   if (!is_enabled()) return;
   const std::lock_guard lock(mutex_);
-  ring_[added_++ % capacity_].swap(record);  // what was there dies after the lock
+  ring_[added_++ % capacity_].swap(record);  // the old record is destroyed after the lock
 }
 
 std::vector<CallRecordPtr> FlightRecorder::records() const {

@@ -14,19 +14,19 @@
 
 namespace torch_overlap {
 
-// The last calls of this process, over all its communicators, for whoever wants to know what hung.
-// Every call that reaches a backend is written down in TorchComm::issue, and goes on being updated
-// by the backend for as long as it runs; reading looks at no device and takes no lock of a
-// communicator or of Python.
+// The last calls of this process, over all its communicators, for finding out what hung.
+// TorchComm::launch records every call that reaches a backend, and the backend updates the record
+// while the call runs. Reading accesses no device and acquires no lock of a communicator or of
+// Python.
 //
-// Threads: any. add() takes a lock for the time of a pointer's copy, records() for that of all.
+// Threads: any. add() holds a lock while it copies one pointer, records() while it copies all.
 class TORCH_OVERLAP_API FlightRecorder {
  public:
-  // Keeps the last `capacity` calls; 0: none at all.
+  // Keeps the last `capacity` calls; none if it is 0.
   explicit FlightRecorder(size_t capacity);
 
-  // The one that records every call. Its capacity is Env::recorder_size, read when it is first
-  // needed; it is never destroyed.
+  // Returns the recorder of every call. Its capacity is Env::recorder_size, read at the first use;
+  // it is never destroyed.
   static FlightRecorder& of_process();
 
   bool is_enabled() const { return capacity_ > 0; }
@@ -34,44 +34,44 @@ class TORCH_OVERLAP_API FlightRecorder {
   size_t size() const;
 
   void add(CallRecordPtr record) noexcept;
-  // The oldest first.
+  // Returns the records, the oldest first.
   std::vector<CallRecordPtr> records() const;
-  // Forgets all records; the numbers in traces start again.
+  // Drops all records; the numbers in traces restart.
   void reset();
-  // The number that a trace shows for a record: counts from the last reset.
+  // Returns the number of a record in a trace, counted from the last reset.
   uint64_t record_id(const CallRecord& record) const;
 
  private:
   const size_t capacity_;
-  mutable ForkSafeMutex mutex_;      // all below
-  std::vector<CallRecordPtr> ring_;  // the next one takes the place of the oldest
+  mutable ForkSafeMutex mutex_;      // guards all members below
+  std::vector<CallRecordPtr> ring_;  // the next record replaces the oldest
   uint64_t added_ = 0;
   TraceCounts first_ids_;
 };
 
 enum class TraceFormat {
-  // Everything that is known, for people and scripts.
+  // All fields, for people and scripts.
   kJson,
-  // The pickle that torch.distributed.flight_recorder.fr_trace reads, in its vocabulary. Calls for
-  // which it has no word are left out.
+  // The pickle that torch.distributed.flight_recorder.fr_trace reads, with its names. Calls for
+  // which it has no name are left out.
   kAnalyzer,
 };
 
 struct TraceOptions {
   TraceFormat format = TraceFormat::kJson;
   bool include_completed = true;
-  // Stacks, where they were kept. Turning addresses into names takes seconds for C++ and Python's
-  // lock for Python.
+  // Include stacks, if they were kept. Symbolizing takes seconds for C++, and needs Python's lock
+  // for Python.
   bool include_stacks = true;
-  // The trace of one rank of those that are threads; nullopt: of the process.
+  // Selects the trace of one rank if ranks are threads; nullopt selects that of the process.
   std::optional<int> thread_rank = std::nullopt;
-  // With what belongs to no thread, in a process that has both.
+  // Adds the communicators that belong to no thread, in a process that has both kinds.
   bool with_process = false;
-  // All ranks of the process in one trace.
+  // Writes all ranks of the process into one trace.
   bool all_ranks = false;
-  // Only communicators of which there are records; else all that are alive.
+  // Only communicators that have records; otherwise all live ones.
   bool only_recorded = false;
-  // Why it is written.
+  // Reason for writing the trace.
   std::string reason = {};
 };
 

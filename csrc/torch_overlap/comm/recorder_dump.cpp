@@ -44,8 +44,8 @@ int write_all(int file, std::string_view text) {
   return 0;
 }
 
-// The name that it is written under must not look like one of a trace: whoever reads the folder
-// while, or after, a process dies takes all files that do.
+// Writes a file under a temporary name and renames it. That name must not look like a trace's:
+// readers of the folder, during or after the death of a process, take all files that do.
 void write_file(const std::string& path, std::string_view text) {
   static std::atomic<int> count{0};
   const size_t slash = path.find_last_of('/');
@@ -63,8 +63,8 @@ void write_file(const std::string& path, std::string_view text) {
   fail_to_write(path, error);
 }
 
-// Where dumps without a path go. A dump in the background does not read the environment: the
-// program may be changing it.
+// Destination of dumps without a path. A dump in the background does not read the environment,
+// because the program may be changing it.
 struct Target {
   std::string prefix;
   std::optional<int> launcher_rank;
@@ -81,14 +81,14 @@ struct Prepared {
   bool is_dynamic = false;
 };
 
-Prepared& prepared() { return ProcessWide<Prepared>::get(); }
+Prepared& prepared() { return LeakySingleton<Prepared>::get(); }
 
 Target prepared_target() {
   std::lock_guard lock(prepared().mutex);
   return prepared().is_dynamic ? Target::read() : prepared().target;
 }
 
-// The rank of a process: its launcher's, else that of the communicator made last.
+// Returns the rank of the process: its launcher's, otherwise that of the most recent communicator.
 int process_rank(const Target& target) {
   if (target.launcher_rank) return *target.launcher_rank;
   int rank = 0;
@@ -108,11 +108,11 @@ std::vector<std::string> write_traces(const Target& target, const std::optional<
     return {*path};
   }
   options.format = TraceFormat::kAnalyzer;
-  std::set<std::optional<int>> ranks;  // a process whose ranks are threads has several traces
+  std::set<std::optional<int>> ranks;  // several traces if ranks are threads
   for (const auto& comm : comm_records()) ranks.insert(comm->thread_rank);
   const int own_rank = process_rank(target);
   if (ranks.empty()) ranks.insert(std::nullopt);
-  if (ranks.count(own_rank) > 0) ranks.erase(std::nullopt);  // they share a file
+  if (ranks.count(own_rank) > 0) ranks.erase(std::nullopt);  // both would write the same file
   std::vector<std::string> written;
   for (const auto& rank : ranks) {
     options.thread_rank = rank;
@@ -127,13 +127,13 @@ std::vector<std::string> write_traces(const Target& target, const std::optional<
 
 // --- The thread ----------------------------------------------------------------------------------
 
-// Dumps on request, in a thread of its own: whoever asks may hold locks, may be in a signal
-// handler, or must tell its peers of a failure rather than wait for a slow disk. Never destroyed.
+// Dumps on request, on a separate thread: the requester may hold locks, may be in a signal handler,
+// or must notify its peers of a failure instead of waiting for a slow disk. Never destroyed.
 class Dumper {
  public:
-  // A child of fork() has no thread of its parent's; it gets a dumper of its own.
+  // A child of fork() does not inherit its parent's thread; it gets its own dumper.
   static Dumper& instance() {
-    auto& current = ProcessWide<Current>::get();
+    auto& current = LeakySingleton<Current>::get();
     const std::lock_guard lock(current.mutex);
     Dumper*& dumper = current.dumper;
     if (dumper == nullptr || !dumper->is_of_this_process()) dumper = new Dumper;
@@ -172,7 +172,7 @@ class Dumper {
     ::sem_init(&awake_, /*pshared=*/0, /*value=*/0);
     sigset_t all;
     sigset_t before;
-    sigfillset(&all);  // the program's signals are for the program's threads
+    sigfillset(&all);  // leave the program's signals to the program's threads
     pthread_sigmask(SIG_SETMASK, &all, &before);
     std::thread([this] { run(); }).detach();
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -207,8 +207,8 @@ class Dumper {
       const auto files = write_traces(target, std::nullopt, reason, /*include_stacks=*/false);
       std::fprintf(stderr, "[torch_overlap] flight recorder: wrote %s (%s)\n",
                    list_string(files).c_str(), reason.c_str());
-      // Again with stacks, where there are any: those may need Python's lock, which may be what
-      // hangs.
+      // Write again with stacks, if there are any. Stacks come second because they may need
+      // Python's lock, which may be what hangs.
       for (const auto& record : FlightRecorder::of_process().records()) {
         if (!record->stack) continue;
         write_traces(target, std::nullopt, reason, /*include_stacks=*/true);
@@ -224,7 +224,7 @@ class Dumper {
   const pid_t pid_;
   sem_t awake_;
   std::atomic<int> signal_{0};
-  std::mutex mutex_;  // all below
+  std::mutex mutex_;  // guards all members below
   std::condition_variable done_changed_;
   std::string reason_;
   uint64_t requested_ = 0;
@@ -235,19 +235,19 @@ class Dumper {
 
 std::atomic<Dumper*> dumper_of_handler{nullptr};
 constexpr size_t kSignals = 65;
-std::array<struct sigaction, kSignals> actions_before{};  // by signal; written before ours is there
+std::array<struct sigaction, kSignals> actions_before{};  // by signal; set before ours
 std::array<std::atomic<long>, kSignals> thread_in_handler{};
 
 struct Handlers {
-  ForkSafeMutex mutex;  // of who installs one
+  ForkSafeMutex mutex;  // serializes the installation
 };
 
 void on_signal(int signal, siginfo_t* info, void* context) {
   const int error = errno;
   Dumper* const dumper = dumper_of_handler.load();
   if (dumper != nullptr && dumper->is_of_this_process()) dumper->request_in_handler(signal);
-  // The one before may hand the signal back, if it came between two calls of
-  // dump_trace_on_signal().
+  // The previous handler may forward the signal to this one, if it was installed between two calls
+  // of dump_trace_on_signal(). The recursion ends here.
   auto& thread = thread_in_handler[signal];
   const long self = ::syscall(SYS_gettid);
   if (thread.exchange(self) == self) return;
@@ -257,7 +257,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
     before.sa_handler(signal);
   }
-  long left = self;  // not where another thread came meanwhile
+  long left = self;  // not cleared if another thread has entered meanwhile
   thread.compare_exchange_strong(left, 0);
   errno = error;
 }
@@ -283,7 +283,7 @@ std::string dump_trace_of(const FlightRecorder& recorder, int rank, bool include
   return path;
 }
 
-void dump_trace_soon(const std::string& reason) noexcept {
+void dump_trace_async(const std::string& reason) noexcept {
   try {
     if (FlightRecorder::of_process().is_enabled()) Dumper::instance().request(reason);
   } catch (const std::exception& error) {
@@ -301,19 +301,19 @@ void wait_for_dumps(std::chrono::milliseconds limit) noexcept {
 
 void report_failure(CommRecord* comm, const std::string& why) noexcept {
   if (comm != nullptr) comm->failed(why);
-  dump_trace_soon(why);
+  dump_trace_async(why);
 }
 
 void dump_trace_on_signal(int signal) {
   TORCH_OVERLAP_CHECK(signal > 0 && signal < static_cast<int>(actions_before.size()), kValue,
                       "flight_recorder.dump_on_signal: expected the number of a signal, got ",
                       signal);
-  const std::lock_guard lock(ProcessWide<Handlers>::get().mutex);
+  const std::lock_guard lock(LeakySingleton<Handlers>::get().mutex);
   dumper_of_handler.store(&Dumper::instance());
   struct sigaction current{};
   struct sigaction ours{};
   ours.sa_sigaction = &on_signal;
-  // SA_NODEFER: what is handed back comes at once, where it is seen for what it is.
+  // With SA_NODEFER a forwarded signal is delivered at once, while thread_in_handler identifies it.
   ours.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK | SA_NODEFER;
   sigemptyset(&ours.sa_mask);
   if (::sigaction(signal, nullptr, &current) == 0) {
@@ -336,7 +336,8 @@ void prepare_dumps(const Env& env) {
   }
   static std::once_flag once;
   std::call_once(once, [&env] {
-    // These are read when the first call is recorded; a mistake in one is an error here, not there.
+    // These are read when the first call is recorded; parsing them here reports an invalid value
+    // early.
     (void)env.recorder_size();
     (void)env.recorder_cpp_stack();
     (void)env.recorder_python_stack();

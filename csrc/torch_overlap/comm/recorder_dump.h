@@ -13,39 +13,41 @@ namespace torch_overlap {
 class FlightRecorder;
 struct CommRecord;
 
-// The process's flight recorder on disk. Each file is written under another name first and then
-// renamed, so a reader never sees half of one.
+// The process's flight recorder on disk. Each file is written under a temporary name and then
+// renamed, so a reader never sees a partial one.
 //
 // Threads: any.
 
-// Writes the trace now and returns the files, one; or one for each rank where ranks are threads.
-// Without a path: Env::recorder_file and the rank, as the analyzer reads it. A path that ends in
-// ".json" gets all ranks of the process, as JSON. Any other path gets the analyzer's form; where
-// ranks are threads each adds its number to it. Throws (kRuntime) if a file cannot be written.
+// Writes the trace now and returns the file names: one, or one per rank if ranks are threads.
+// Without a path the name is Env::recorder_file followed by the rank, as the analyzer expects it. A
+// path that ends in ".json" gets all ranks of the process, as JSON. Any other path gets the
+// analyzer's format; if ranks are threads, each appends its number to the path. Throws kRuntime if
+// a file cannot be written.
 TORCH_OVERLAP_API std::vector<std::string> dump_trace(
     const std::optional<std::string>& path = std::nullopt, const std::string& reason = {});
 
-// The trace of `recorder`, of whatever rank is recorded there, in the analyzer's form, to
-// Env::recorder_file and `rank`; returns that path.
+// Writes the trace of `recorder`, whichever ranks it recorded, in the analyzer's format to
+// Env::recorder_file followed by `rank`. Returns that path.
 TORCH_OVERLAP_API std::string dump_trace_of(const FlightRecorder& recorder, int rank,
                                             bool include_completed);
 
-// As dump_trace() without a path, on a thread of its own. Returns at once. A file that cannot be
-// written is one warning in the life of the process.
-TORCH_OVERLAP_API void dump_trace_soon(const std::string& reason) noexcept;
-// Waits until what was asked for is written, `limit` at most. For a process that is about to end.
+// Runs dump_trace() without a path on a separate thread. Returns at once. Files that cannot be
+// written cause one warning in the life of the process.
+TORCH_OVERLAP_API void dump_trace_async(const std::string& reason) noexcept;
+// Waits at most `limit` until all requested dumps are written. For a process that is about to end.
 TORCH_OVERLAP_API void wait_for_dumps(std::chrono::milliseconds limit) noexcept;
 
-// By a backend, once its communicator can no longer be used because of a timeout or an error, and
-// before anything else follows from that: notes the reason, and dumps soon. `comm` may be null.
+// Records the reason of a failure, and requests a dump. A backend calls it once its communicator
+// can no longer be used because of a timeout or an error, before any other consequence. `comm` may
+// be null.
 TORCH_OVERLAP_API void report_failure(CommRecord* comm, const std::string& why) noexcept;
 
-// From now on the signal makes a dump, as dump_trace_soon() does, and then calls the handler that
-// it had before; its default action does not happen any more. Throws (kValue) if the system
+// Installs a handler that requests a dump, as dump_trace_async() does, and then calls the signal's
+// previous handler; the default action of the signal no longer happens. Throws kValue if the system
 // refuses.
 TORCH_OVERLAP_API void dump_trace_on_signal(int signal);
-// For a process that makes a communicator: where its dumps at failures go, and once in its life the
-// signal that Env asks for.
+// Called when a communicator is made: reads where dumps at failures go and, once per process,
+// installs the signal that Env selects.
 void prepare_dumps(const Env& env);
 
 }  // namespace torch_overlap

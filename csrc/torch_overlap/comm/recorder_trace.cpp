@@ -1,5 +1,5 @@
-// The text of a trace. Its keys are those of torch/csrc/distributed/c10d/FlightRecorder.hpp; what
-// is ours beyond them is ignored by readers that do not know it.
+// Writes the text of a trace. Its keys are those of torch/csrc/distributed/c10d/FlightRecorder.hpp;
+// readers ignore additional keys that they do not know.
 #include <torch/csrc/profiler/combined_traceback.h>
 
 #include <algorithm>
@@ -12,15 +12,17 @@
 namespace torch_overlap {
 namespace {
 
-// The version of c10d's format whose keys these are.
+// Version of c10d's format that defines these keys.
 constexpr const char* kVersion = "2.10";
 
-// The analyzer takes neighbours for one batch when their numbers are equal, and compares those of
-// collectives with those of point-to-point calls. Far from each other they never are.
+// Offset of the sequence numbers of point-to-point calls. The analyzer treats neighbouring entries
+// with equal numbers as one batch, and compares the numbers of collectives with those of
+// point-to-point calls. The offset keeps the two from ever being equal.
 constexpr uint64_t kAnalyzerP2pOffset = uint64_t{1} << 32;
 
-// The analyzer's word for a collective; empty: it has none. For lists whose parts differ in size
-// `all_to_all` is the one word by which it compares sums over the ranks, not sizes.
+// Returns the analyzer's name for a collective; empty if it has none. For lists whose parts differ
+// in size, `all_to_all` is the only name for which it compares sums over the ranks instead of
+// sizes.
 std::string_view analyzer_word(OpName op) {
   switch (op) {
     case OpName::broadcast:
@@ -52,7 +54,7 @@ std::string_view analyzer_word(OpName op) {
   }
 }
 
-// What happens once more for each rank: a rank's one tensor goes to, or comes from, every other.
+// Prepends the number of ranks to `sizes`: a rank's one tensor goes to, or comes from, every rank.
 std::optional<CallRecord::Sizes> times_ranks(const std::optional<CallRecord::Sizes>& sizes,
                                              size_t ranks) {
   if (!sizes) return sizes;
@@ -70,7 +72,7 @@ class TraceWriter {
         records_.push_back(std::move(record));
       }
     }
-    // After the records, which keep theirs alive.
+    // Collected after the records, which keep their communicators alive.
     for (const auto& comm : comm_records()) {
       if (belongs(*comm) && (!options.only_recorded || is_recorded(*comm))) comms_.push_back(comm);
     }
@@ -111,7 +113,8 @@ class TraceWriter {
     if (!stacks.empty()) stacks_ = torch::symbolize(stacks);
   }
 
-  // Unique in the trace: names may be used again when their communicator is gone.
+  // Returns a name that is unique in the trace: names may be reused after their communicator is
+  // destroyed.
   std::string uid(const CommRecord& comm) const {
     int same = 1;
     for (const auto& other : comms_) {
@@ -125,7 +128,7 @@ class TraceWriter {
     out_.key("pg_config");
     out_.begin_dict();
     for (const auto& comm : comms_) {
-      // All ranks of the process in one trace: they share names.
+      // Ranks that are threads share names, so a trace of all ranks appends the rank.
       out_.key(comm->thread_rank && options_.all_ranks ? concat(uid(*comm), "@", *comm->thread_rank)
                                                        : uid(*comm));
       out_.begin_dict();
@@ -159,8 +162,9 @@ class TraceWriter {
     end_entry(record, stack);
   }
 
-  // The analyzer knows a batch as its messages and, after them, one entry "coalesced". A message
-  // alone is written as a batch, too: else the analyzer expects all ranks to take part in it.
+  // The analyzer represents a batch as its messages, followed by one entry "coalesced". A single
+  // message is written as a batch too: otherwise the analyzer expects all ranks to participate in
+  // it.
   void write_p2p(const CallRecord& record, size_t stack) {
     if (is_for_analyzer()) {
       for (const auto& message : record.messages) {
@@ -186,7 +190,8 @@ class TraceWriter {
     end_entry(record, stack);
   }
 
-  // "send 0->1". The analyzer numbers the members of a group in the order of their world ranks.
+  // Returns "send 0->1". The analyzer numbers the members of a group in the order of their world
+  // ranks.
   std::string message_name(const CallRecord& record, const CallRecord::Message& message) const {
     const auto& ranks = record.comm->ranks_in_world;
     const auto place = [&ranks, this](int rank) {
@@ -218,7 +223,7 @@ class TraceWriter {
     out_.field("is_p2p", record.is_p2p());
     out_.field("op_id", record.call_id);
     out_.field("op", to_string(record.op));
-    out_.field("profiling_name", concat("nccl:", word));  // the analyzer knows no other library
+    out_.field("profiling_name", concat("nccl:", word));  // the analyzer supports no other library
   }
 
   void write_sizes(std::string_view what, std::span<const std::optional<CallRecord::Sizes>> all,

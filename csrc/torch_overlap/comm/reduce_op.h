@@ -15,21 +15,23 @@ enum class RedOpType : uint8_t { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL
 
 TORCH_OVERLAP_API std::string_view to_string(RedOpType type);
 
-// How the ranks' elements become one. A value: cheap to copy, immutable, comparable.
+// The reduction of the ranks' elements. A value type: cheap to copy, immutable, comparable.
 //
-// bool tensors reduce with logical meaning (SUM, MAX, BOR: any; PRODUCT, MIN, BAND: all; BXOR: odd
-// number of true). Complex tensors take SUM, AVG and PREMUL_SUM. AVG of integers truncates toward
-// zero. PREMUL_SUM multiplies each rank's input by that rank's own factor, then sums.
+// bool tensors reduce logically (SUM, MAX, BOR: any; PRODUCT, MIN, BAND: all; BXOR: odd number of
+// true). Complex tensors support SUM, AVG and PREMUL_SUM. AVG of integers truncates toward zero.
+// PREMUL_SUM multiplies each rank's input by that rank's own factor, then sums.
 class TORCH_OVERLAP_API ReduceOp {
  public:
   using Factor = std::variant<std::monostate, double, at::Tensor>;
 
-  // Any type but PREMUL_SUM, which needs a factor (kType error that says how to give one).
+  // Accepts any type but PREMUL_SUM, which needs a factor (the kType error explains how to pass
+  // one).
   ReduceOp(RedOpType type = RedOpType::SUM);  // NOLINT: implicit, `all_reduce(x, RedOpType::MAX)`
   static ReduceOp premul_sum(double factor);
-  // `factor`: one element, of the reduced tensor's dtype and device. Read when the operation runs.
+  // `factor` has one element, and the dtype and device of the reduced tensor (the real dtype if
+  // that is complex). It is read when the operation runs.
   static ReduceOp premul_sum(at::Tensor factor);
-  // The operators' spelling: sum avg product min max band bor bxor premul_sum.
+  // Parses the operators' spelling: sum avg product min max band bor bxor premul_sum.
   static ReduceOp parse(std::string_view name, std::optional<double> factor = std::nullopt);
 
   RedOpType type() const noexcept { return type_; }

@@ -13,7 +13,7 @@ void TorchComm::tensor_register(const Tensor& tensor) {
   const auto members = membership();
   const std::lock_guard lock(registered_mutex_);
   if (std::exchange(registered_generation_, members->generation) != members->generation) {
-    registered_.clear();  // the backend that knew them is gone
+    registered_.clear();  // the backend that had them was destroyed
   }
   TORCH_OVERLAP_CHECK(registered_.count(begin) == 0, kState,
                       "tensor_register: expected memory that is not registered, got a tensor at an "

@@ -13,27 +13,27 @@
 namespace torch_overlap {
 namespace {
 
-struct Maker {
+struct OwnerThread {
   std::thread::id thread = std::this_thread::get_id();
-  bool is_thread_rank;  // other ranks of the communicator may be in this process, under its name
+  bool is_thread_rank;  // other ranks of this process may use the communicator's name
 
   bool is_other() const { return is_thread_rank && thread != std::this_thread::get_id(); }
 };
 
 struct Entry {
   std::weak_ptr<TorchComm> comm;
-  const TorchComm* address;  // to find an entry whose communicator is being destroyed
-  Maker maker;
-  ProcessStamp process;  // a fork has its parent's entries, and may use their names
+  const TorchComm* address;  // finds the entry of a communicator that is being destroyed
+  OwnerThread owner;
+  ProcessStamp process;  // a fork inherits its parent's entries, and may reuse their names
 };
 
 struct Finalized {
   std::string name;
-  Maker maker;
+  OwnerThread owner;
 };
 
-// The names that are told from those that never were: the latest so many.
-constexpr size_t kRemembered = 1000;
+// Number of finalized names, the latest ones, that are distinguished from names that never existed.
+constexpr size_t kMaxFinalizedNames = 1000;
 
 struct Registry {
   ForkSafeMutex mutex;
@@ -42,25 +42,25 @@ struct Registry {
 
   bool was_finalized(const std::string& name) const {
     return std::any_of(finalized.begin(), finalized.end(), [&](const Finalized& one) {
-      return one.name == name && !one.maker.is_other();
+      return one.name == name && !one.owner.is_other();
     });
   }
 };
 
-Registry& registry() { return ProcessWide<Registry>::get(); }
+Registry& registry() { return LeakySingleton<Registry>::get(); }
 
 }  // namespace
 
 std::shared_ptr<TorchComm> get_comm(const std::string& name) {
   {
-    std::shared_ptr<TorchComm> comm;  // if it is the last reference, it dies after the lock
+    std::shared_ptr<TorchComm> comm;  // a last reference is dropped after the lock
     std::lock_guard lock(registry().mutex);
     bool is_others = false;
     const auto found = registry().entries.find(name);
     if (found != registry().entries.end()) {
       const auto& entries = found->second;
       const auto mine = std::find_if(entries.begin(), entries.end(),
-                                     [](const Entry& entry) { return !entry.maker.is_other(); });
+                                     [](const Entry& entry) { return !entry.owner.is_other(); });
       is_others = mine == entries.end();
       if (!is_others) comm = mine->comm.lock();
       if (comm) return comm;
@@ -84,7 +84,7 @@ std::vector<std::string> comm_names() {
 }
 
 std::vector<std::shared_ptr<TorchComm>> live_comms() {
-  std::vector<std::shared_ptr<TorchComm>> comms;  // may die here, after the lock
+  std::vector<std::shared_ptr<TorchComm>> comms;  // last references are dropped after the lock
   const std::lock_guard lock(registry().mutex);
   for (const auto& [name, entries] : registry().entries) {
     for (const Entry& entry : entries) {
@@ -98,15 +98,16 @@ std::vector<std::shared_ptr<TorchComm>> live_comms() {
 namespace detail {
 
 void require_free_name(const std::string& name) {
-  // Declared before the lock: a communicator whose last reference this is must die after it.
+  // Declared before the lock: if this holds the last reference to a communicator, the communicator
+  // must be destroyed after the lock is released.
   std::vector<std::shared_ptr<TorchComm>> alive;
   std::lock_guard lock(registry().mutex);
   const auto found = registry().entries.find(name);
   if (found == registry().entries.end()) return;
-  // Two ranks of one process may share a name, two communicators of one rank may not: an operator
-  // that is given the name could not tell which one is meant.
+  // Two ranks of one process may share a name, but two communicators of one rank may not: an
+  // operator that receives the name could not distinguish them.
   for (const Entry& entry : found->second) {
-    if (entry.maker.is_other()) continue;
+    if (entry.owner.is_other()) continue;
     if (!entry.process.is_current()) continue;
     alive.push_back(entry.comm.lock());
     TORCH_OVERLAP_CHECK(!alive.back(), kValue,
@@ -122,9 +123,9 @@ void add_comm(const std::shared_ptr<TorchComm>& comm) {
   std::lock_guard lock(registry().mutex);
   auto& entries = registry().entries[comm->name()];
   std::erase_if(entries, [](const Entry& entry) { return !entry.process.is_current(); });
-  entries.push_back({comm, comm.get(), Maker{.is_thread_rank = is_thread_rank}, {}});
+  entries.push_back({comm, comm.get(), OwnerThread{.is_thread_rank = is_thread_rank}, {}});
   std::erase_if(registry().finalized, [&](const Finalized& one) {
-    return one.name == comm->name() && !one.maker.is_other();
+    return one.name == comm->name() && !one.owner.is_other();
   });
 }
 
@@ -134,10 +135,10 @@ void remove_comm(const TorchComm* comm) {
   if (found == registry().entries.end()) return;
   std::erase_if(found->second, [comm](const Entry& entry) {
     if (entry.address != comm) return false;
-    if (comm->is_finalized()) registry().finalized.push_back({comm->name(), entry.maker});
+    if (comm->is_finalized()) registry().finalized.push_back({comm->name(), entry.owner});
     return true;
   });
-  if (registry().finalized.size() > kRemembered) registry().finalized.pop_front();
+  if (registry().finalized.size() > kMaxFinalizedNames) registry().finalized.pop_front();
   if (found->second.empty()) registry().entries.erase(found);
 }
 

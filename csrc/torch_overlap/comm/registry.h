@@ -10,15 +10,18 @@ namespace torch_overlap {
 
 class TorchComm;
 
-// Live communicators by name: how operators find theirs. A name belongs to one communicator of the
-// process from new_comm or split until finalize, and is then free. Ranks that are threads of one
-// process (`local`) share a name: each thread finds the communicator that it made. Threads: any.
+// Registry of live communicators by name, in which operators find theirs. A name belongs to one
+// communicator of the process from new_comm or split until finalize, and is then free. Ranks that
+// are threads of one process (`local`) share a name: each thread finds the communicator that it
+// made. Threads: any.
 
-// The communicator named `name`. A kState error says that it was finalized (known of the latest
-// 1000); a kValue error lists the names that exist.
+// Returns the communicator named `name`. Throws kState if it was finalized (known for the latest
+// 1000). Throws kValue if none of this rank has the name: the error lists the existing names, or
+// reports that another thread made the communicator.
 TORCH_OVERLAP_API std::shared_ptr<TorchComm> get_comm(const std::string& name);
 TORCH_OVERLAP_API std::vector<std::string> comm_names();
-// Whoever made them, a c10d process group too; of ranks that are threads, each one's.
+// Returns the live communicators of every creator, including c10d process groups; if ranks are
+// threads, those of every rank.
 TORCH_OVERLAP_API std::vector<std::shared_ptr<TorchComm>> live_comms();
 
 namespace detail {

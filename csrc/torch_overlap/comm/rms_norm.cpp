@@ -5,7 +5,7 @@
 #include <ATen/ops/rms_norm.h>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/comm/plain_dispatch.h"
+#include "torch_overlap/comm/below_dispatch_guard.h"
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/comm/validate.h"
 
@@ -38,19 +38,19 @@ void check_rms_norm(const Checker& check, const at::Tensor& tensor, const RmsNor
   TORCH_OVERLAP_CHECK(norm.eps >= 0, kValue, check.op, ": expected eps >= 0, got ", norm.eps);
   for (const auto& [written, what] :
        {std::pair(tensor, "the tensor"), std::pair(norm.residual_out, "residual_out")}) {
-    check.apart(norm.weight, written, false, what);
-    if (norm.bias.defined()) check.apart(norm.bias, written, false, what);
+    check.no_overlap(norm.weight, written, false, what);
+    if (norm.bias.defined()) check.no_overlap(norm.bias, written, false, what);
   }
-  check.apart(tensor, norm.residual_out, false, "residual_out");
-  check.apart(tensor, norm.residual, false, "residual");
-  check.apart(norm.residual, norm.residual_out, true, "residual_out");
+  check.no_overlap(tensor, norm.residual_out, false, "residual_out");
+  check.no_overlap(tensor, norm.residual, false, "residual");
+  check.no_overlap(norm.residual, norm.residual_out, true, "residual_out");
 }
 
 }  // namespace
 
 void add_rms_norm(const at::Tensor& sum, const RmsNorm& norm) {
   const at::NoGradGuard no_grad;
-  const PlainDispatch plain;
+  const BelowDispatchGuard plain;
   const auto wide = sum.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   auto hidden = norm.residual.to(wide) + sum.to(wide);
   if (norm.bias.defined()) hidden += norm.bias.to(wide);

@@ -4,7 +4,8 @@
 
 namespace torch_overlap {
 
-// What follows the sum, when `sum` has it: see RmsNorm. By ATen; h in fp32 (fp64 for fp64).
+// Applies the epilogue RmsNorm to `sum`, which is already reduced. Uses ATen; adds the residual in
+// fp32 (fp64 for fp64 tensors).
 void add_rms_norm(const at::Tensor& sum, const RmsNorm& norm);
 
 }  // namespace torch_overlap

@@ -22,7 +22,7 @@ constexpr auto kLimit = std::chrono::seconds(2);
 
 std::atomic<Shutdown*> current{nullptr};
 
-// A fork has none of the threads that are counted.
+// Resets the counts in a fork, which has none of the counted threads.
 void renew_in_fork() {
   auto* const renewed = new Shutdown;
   renewed->begun = current.load()->begun.load();
@@ -37,7 +37,7 @@ struct Registration {
 };
 
 Shutdown& shutdown() {
-  (void)ProcessWide<Registration>::get();
+  (void)LeakySingleton<Registration>::get();
   return *current;
 }
 
@@ -60,7 +60,8 @@ void begin_process_exit() noexcept {
 BackgroundTask::BackgroundTask() noexcept : shutdown_(shutdown()) { ++shutdown_.tasks; }
 BackgroundTask::~BackgroundTask() { --shutdown_.tasks; }
 
-// Counted before the flag is read, and the flag is set before they are counted: one sees the other.
+// The permit is counted before the flag is read, and begin_process_exit() sets the flag before it
+// reads the count: at least one side sees the other.
 Permit::Permit() noexcept : shutdown_(shutdown()) {
   ++shutdown_.permits;
   granted_ = !shutdown_.begun;

@@ -8,18 +8,18 @@ namespace torch_overlap {
 
 struct Shutdown;
 
-// The end of the process, for threads in the background. The last reference to a tensor that Python
-// has seen takes Python's lock, and a thread that asks for it while the interpreter ends is killed
-// where it stands; CUDA, too, must not be called after its own end. So whatever may need either
-// (drops, callbacks) is done with a permit, or not at all.
+// Process exit, for background threads. Dropping the last reference to a tensor that Python has
+// seen acquires Python's lock, and a thread that waits for it while the interpreter ends is killed
+// where it stands. CUDA, too, must not be called after its own end. Therefore, whatever may need
+// either of them (drops, callbacks) is done with a permit, or not at all.
 
-// From now on there are no permits. First waits for BackgroundTasks that are under way, then for
-// the permits that are held, two seconds each at most. The caller does not hold Python's lock.
-// Never undone; may be called again.
+// Ends the granting of permits. First waits for the BackgroundTasks that are running, then, with no
+// more permits granted, for the permits that are held; at most two seconds each. The caller must
+// not hold Python's lock. Never undone; may be called again.
 TORCH_OVERLAP_API void begin_process_exit() noexcept;
 
-// While a thread has or will do work that ends with such a drop. Who ends the process ends the work
-// first. Where the work takes longer than that waits, the drop gets no permit.
+// Held while a thread has, or will have, work that ends with such a drop. begin_process_exit()
+// waits for that work first. If the work takes longer than that wait, its drop gets no permit.
 class TORCH_OVERLAP_API BackgroundTask {
  public:
   BackgroundTask() noexcept;
@@ -28,11 +28,12 @@ class TORCH_OVERLAP_API BackgroundTask {
   BackgroundTask& operator=(const BackgroundTask&) = delete;
 
  private:
-  Shutdown& shutdown_;  // a fork has another
+  Shutdown& shutdown_;  // a fork has a different one
 };
 
-// The interpreter and CUDA live as long as this does, if it is granted. Held briefly: around what
-// may need one of them. Not granted once the process is ending: call nothing, drop nothing.
+// Keeps the interpreter and CUDA alive while it exists, if it is granted. Hold it briefly, around
+// what may need one of them. It is not granted once the process is ending: then call nothing and
+// drop nothing.
 class TORCH_OVERLAP_API Permit {
  public:
   Permit() noexcept;

@@ -1,4 +1,4 @@
-// all_reduce of sparse COO tensors.
+// Implements all_reduce of sparse COO tensors.
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
@@ -11,8 +11,9 @@
 
 namespace torch_overlap {
 
-// Ranks differ in how many elements they hold: gather what the sizes follow from, then indices and
-// values, and let coalescing add what meets. The last gather's work stands for the whole.
+// The numbers of elements differ by rank. Gathers what determines the sizes, then indices and
+// values, and coalesces, which adds the values of equal indices. The last gather's work represents
+// the whole.
 WorkPtr TorchComm::all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, bool async_op,
                                      const OpOptions& options) {
   const at::NoGradGuard no_grad;
@@ -24,10 +25,10 @@ WorkPtr TorchComm::all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, b
                       "all_reduce: expected a stream that is not capturing for a sparse tensor, "
                       "whose ranks exchange sizes on the host, got one that is");
   const Tensor mine = tensor.coalesce();
-  const Tensor indices = mine.indices().t().contiguous();  // one row an element
+  const Tensor indices = mine.indices().t().contiguous();  // one row per element
   const Tensor values = mine.values().contiguous();
-  // Everything that the sizes of the second round follow from. The shape goes as one number: equal
-  // on all ranks unless shapes differ, but for one chance in 2^62.
+  // Everything that determines the sizes of the second round. The shape is sent as a hash: it is
+  // equal on all ranks exactly if the shapes are, except for a chance of one in 2^62.
   const auto shape_hash =
       static_cast<int64_t>(c10::get_hash(tensor.sizes().vec()) & ((uint64_t{1} << 62) - 1));
   const std::vector<int64_t> facts{mine._nnz(), tensor.sparse_dim(), shape_hash,

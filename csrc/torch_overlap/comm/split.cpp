@@ -1,21 +1,22 @@
-// TorchComm::split: the ranks tell each other what they want before anything is made.
+// Implements TorchComm::split: the ranks exchange their requests before anything is made.
 
 #include <set>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/comm/meeting.h"
 #include "torch_overlap/comm/registry.h"
+#include "torch_overlap/comm/regroup_rendezvous.h"
 #include "torch_overlap/comm/store_bootstrap.h"
 #include "torch_overlap/comm/torch_comm.h"
 
 namespace torch_overlap {
 namespace {
 
-// One rank's wish in a split, as text for the store. All members of one part must have the same.
-//   "0,2,3|<timeout>|<name>|<key>=<value>|..."   the ranks may be none
+// Returns one rank's request in a split, as text for the store. It must be equal on all members of
+// a part.
+//   "0,2,3|<timeout>|<name>|<key>=<value>|..."   the list of ranks may be empty
 //   "!<why>"                                     the call failed on this rank before it began
-std::string encode_wish(const std::vector<int>& ranks, const std::optional<std::string>& name,
-                        const OpOptions& options) {
+std::string encode_split_request(const std::vector<int>& ranks,
+                                 const std::optional<std::string>& name, const OpOptions& options) {
   std::string text;
   for (const int rank : ranks) text += concat(text.empty() ? "" : ",", rank);
   text += concat("|", options.timeout.count(), "|", name.value_or(""));
@@ -23,7 +24,7 @@ std::string encode_wish(const std::vector<int>& ranks, const std::optional<std::
   return text;
 }
 
-std::vector<int> ranks_of_wish(const std::string& wish) {
+std::vector<int> ranks_of_split_request(const std::string& wish) {
   std::vector<int> ranks;
   const std::string list = wish.substr(0, wish.find('|'));
   if (list.empty()) return ranks;
@@ -33,8 +34,8 @@ std::vector<int> ranks_of_wish(const std::string& wish) {
   return ranks;
 }
 
-// What is wrong with `ranks` as the list of `me`; empty if nothing.
-std::string fault_of_list(const std::vector<int>& ranks, int me, int size) {
+// Returns why `ranks` is invalid as the list of rank `me`; empty if it is valid.
+std::string invalid_ranks_reason(const std::vector<int>& ranks, int me, int size) {
   if (ranks.empty()) return {};
   std::set<int> seen;
   for (const int rank : ranks) {
@@ -57,12 +58,12 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
 
 std::shared_ptr<TorchComm> TorchComm::split(const std::function<SplitArguments()>& read) {
   require_active("split");
-  // Counted whatever happens next: all ranks must agree on the number of the next split.
+  // Count the split even if it fails: all ranks must agree on the number of the next one.
   const auto members = membership();
   const uint64_t sequence = members->splits->fetch_add(1);
   const auto store = bootstrap(*members, concat("split #", sequence, " of '", name(), "'"));
   SplitArguments arguments;
-  HookEvent event{.name = OpName::split, .id = take_op_id(), .ranks = &arguments.ranks};
+  HookEvent event{.name = OpName::split, .id = allocate_op_id(), .ranks = &arguments.ranks};
   try {
     arguments = read();
     const auto& [ranks, child_name, options] = arguments;
@@ -74,14 +75,14 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::function<SplitArguments()
     if (child_name && !ranks.empty()) detail::require_free_name(*child_name);
     ResolvedOptions merged = members->context.options;
     merge_hints(merged, options.hints);
-    refuse_capture("split", device_);
+    check_not_capturing("split", device_);
     hooks_->pre(event);
   } catch (const std::exception& error) {
-    // The others hear of it at once instead of waiting for this rank.
+    // Notify the other ranks at once, so that they do not wait for this rank.
     if (store) store->publish(concat("!", error.what()));
     throw;
   }
-  return hooks_->around(event, [&] {
+  return hooks_->run_with_post_hook(event, [&] {
     return split_checked(*members, store.get(), sequence, arguments.ranks, arguments.name,
                          arguments.options);
   });
@@ -91,32 +92,32 @@ void TorchComm::agree_on_split(const Membership& members, StoreBootstrap* store,
                                const std::string& mine) const {
   const auto& context = members.context;
   const int size = context.size;
-  std::vector<std::string> wishes(size);
+  std::vector<std::string> requests(size);
   if (store != nullptr) {
-    wishes = store->all_gather(mine);
-  } else {  // a backend without peers: those that are named want the same
-    for (const int r : ranks_of_wish(mine)) {
-      if (r >= 0 && r < size) wishes[r] = mine;
+    requests = store->all_gather(mine);
+  } else {  // a backend without peers: all listed ranks have the same request
+    for (const int r : ranks_of_split_request(mine)) {
+      if (r >= 0 && r < size) requests[r] = mine;
     }
-    wishes[context.rank] = mine;
+    requests[context.rank] = mine;
   }
   std::vector<std::vector<int>> lists;
   for (int r = 0; r < size; ++r) {
-    TORCH_OVERLAP_CHECK(wishes[r].empty() || wishes[r][0] != '!', kValue, "split: rank ", r,
-                        " of '", name(), "' could not take part: ", wishes[r].substr(1));
-    lists.push_back(ranks_of_wish(wishes[r]));
+    TORCH_OVERLAP_CHECK(requests[r].empty() || requests[r][0] != '!', kValue, "split: rank ", r,
+                        " of '", name(), "' could not take part: ", requests[r].substr(1));
+    lists.push_back(ranks_of_split_request(requests[r]));
   }
   for (int r = 0; r < size; ++r) {
-    const std::string fault = fault_of_list(lists[r], r, size);
+    const std::string fault = invalid_ranks_reason(lists[r], r, size);
     TORCH_OVERLAP_CHECK(fault.empty(), kValue, "split: ", fault, " (on rank ", r, " of '", name(),
                         "')");
   }
   for (int r = 0; r < size; ++r) {
     for (const int member : lists[r]) {
-      TORCH_OVERLAP_CHECK(wishes[member] == wishes[r], kValue,
+      TORCH_OVERLAP_CHECK(requests[member] == requests[r], kValue,
                           "split: expected the same ranks, name, timeout and hints on all members "
                           "of a part, got '",
-                          wishes[r], "' on rank ", r, " and '", wishes[member], "' on rank ",
+                          requests[r], "' on rank ", r, " and '", requests[member], "' on rank ",
                           member);
     }
   }
@@ -127,9 +128,10 @@ std::shared_ptr<TorchComm> TorchComm::split_checked(const Membership& members,
                                                     const std::vector<int>& ranks,
                                                     const std::optional<std::string>& child_name,
                                                     const OpOptions& options) {
-  // All ranks tell all others what they want, good or bad, before anything is made: so a bad list
-  // on one rank is an error on every rank, and nobody waits for a communicator that cannot come.
-  agree_on_split(members, store, encode_wish(ranks, child_name, options));
+  // All ranks exchange their requests, valid or not, before anything is made: an invalid list on
+  // one rank is then an error on every rank, and no rank waits for a communicator that cannot be
+  // made.
+  agree_on_split(members, store, encode_split_request(ranks, child_name, options));
 
   SplitRequest request;
   std::shared_ptr<TorchComm> child;
@@ -144,10 +146,10 @@ std::shared_ptr<TorchComm> TorchComm::split_checked(const Membership& members,
     request.child.size = static_cast<int>(ranks.size());
     if (members.context.store) {
       request.child.store =
-          prefixed_store(members.context.store, concat("split/", sequence, "/", color));
+          make_prefix_store(members.context.store, concat("split/", sequence, "/", color));
     }
     if (options.timeout.count() > 0) {
-      request.child.options.timeout = std::min(options.timeout, kLongestTimeout);
+      request.child.options.timeout = std::min(options.timeout, kMaxTimeout);
     }
     merge_hints(request.child.options, options.hints);
     std::vector<int> world;

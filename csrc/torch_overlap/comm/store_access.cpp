@@ -4,20 +4,20 @@
 
 namespace torch_overlap {
 
-std::string what_happened(const std::exception& error) {
+std::string error_message(const std::exception& error) {
   const auto* from_c10 = dynamic_cast<const c10::Error*>(&error);
   return from_c10 != nullptr ? from_c10->what_without_backtrace() : error.what();
 }
 
-bool KeysThere::all(c10d::Store& store) {
+bool StoreKeys::all(c10d::Store& store) {
   for (; next_ < keys_.size() && store.check({keys_[next_]}); ++next_) {
     if (store.check(keys_)) return true;
   }
-  if (next_ == keys_.size()) next_ = 0;  // a rank that was there has given up
+  if (next_ == keys_.size()) next_ = 0;  // a rank that had published has given up
   return false;
 }
 
-std::vector<int> KeysThere::missing(c10d::Store& store) const {
+std::vector<int> StoreKeys::missing(c10d::Store& store) const {
   std::vector<int> missing;
   for (size_t i = 0; i < keys_.size(); ++i) {
     if (!store.check({keys_[i]})) missing.push_back(static_cast<int>(i));
@@ -25,30 +25,30 @@ std::vector<int> KeysThere::missing(c10d::Store& store) const {
   return missing;
 }
 
-std::vector<std::string> part_keys(const std::string& key, int size) {
+std::vector<std::string> rank_keys(const std::string& key, int size) {
   std::vector<std::string> keys;
   keys.reserve(size);
   for (int r = 0; r < size; ++r) keys.push_back(concat(key, "/", r));
   return keys;
 }
 
-void put_part(c10d::Store& store, const std::string& key, const std::string& mine) {
+void set_part(c10d::Store& store, const std::string& key, const std::string& mine) {
   store.set(key, to_bytes("=" + mine));
 }
 
-std::optional<std::string> get_if_there(c10d::Store& store, const std::string& key) {
-  // Changes nothing: no value is this one.
+std::optional<std::string> try_get(c10d::Store& store, const std::string& key) {
+  // This changes nothing, because no stored value equals `none`.
   const auto none = to_bytes("none");
   const auto value = store.compareSet(key, none, none);
-  if (value == none || value.empty()) return std::nullopt;  // stores in Python may say so
+  if (value == none || value.empty()) return std::nullopt;  // Python stores may return an empty one
   return std::string(value.begin(), value.end());
 }
 
-std::optional<std::vector<std::string>> get_parts(c10d::Store& store,
-                                                  const std::vector<std::string>& keys) {
+std::optional<std::vector<std::string>> try_get_all(c10d::Store& store,
+                                                    const std::vector<std::string>& keys) {
   std::vector<std::string> all;
   for (const auto& key : keys) {
-    const auto value = get_if_there(store, key);
+    const auto value = try_get(store, key);
     if (!value) return std::nullopt;
     all.push_back(value->substr(1));
   }

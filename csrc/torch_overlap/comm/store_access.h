@@ -18,25 +18,26 @@ namespace torch_overlap {
 
 inline std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
-// Without the backtrace that c10's errors carry.
-std::string what_happened(const std::exception& error);
+// Returns the message without the backtrace that c10's errors carry.
+std::string error_message(const std::exception& error);
 
-// Runs `body`; the store's own error becomes ours.
+// Runs `body`; converts the store's own errors to Error.
 template <typename Body>
-auto in_store(const std::string& what, const Body& body) -> decltype(body()) {
+auto with_store_errors(const std::string& what, const Body& body) -> decltype(body()) {
   try {
     return body();
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    fail(ErrorKind::kRuntime, what, ": expected the store to answer, got: ", what_happened(error),
+    fail(ErrorKind::kRuntime, what, ": expected the store to answer, got: ", error_message(error),
          "; has the process that serves it ended?");
   }
 }
 
-// Asks `is_done` now and again until it is, or the timeout is over: whether it was. Store::wait()
-// would keep the connection from other threads of this process, and what they have to say may be
-// what the missing ranks wait for; and no signal would end it, as one ends this (interrupt.h).
+// Polls `is_done` until it is true, or the timeout is over. Returns true if it became true.
+// Store::wait() would block the connection for the other threads of this process, and what those
+// have to publish may be what the missing ranks wait for. A signal would not end Store::wait()
+// either, but ends this (interrupt.h).
 template <typename IsDone>
 bool poll(Milliseconds timeout, const IsDone& is_done) {
   using std::chrono::microseconds;
@@ -52,14 +53,14 @@ bool poll(Milliseconds timeout, const IsDone& is_done) {
   }
 }
 
-// Whether keys are there, asked for again and again: mostly for the first that was missing.
-class KeysThere {
+// Polls for a set of keys. Most polls check only the first key that was missing.
+class StoreKeys {
  public:
-  explicit KeysThere(std::vector<std::string> keys) : keys_(std::move(keys)) {}
+  explicit StoreKeys(std::vector<std::string> keys) : keys_(std::move(keys)) {}
 
   const std::vector<std::string>& keys() const { return keys_; }
   bool all(c10d::Store& store);
-  // Which are not, by position.
+  // Returns the positions of the missing keys.
   std::vector<int> missing(c10d::Store& store) const;
 
  private:
@@ -67,15 +68,16 @@ class KeysThere {
   size_t next_ = 0;
 };
 
-// "<key>/0", "<key>/1", ...
-std::vector<std::string> part_keys(const std::string& key, int size);
-// A value must not be empty: some stores cannot tell that from a key that is not there.
-void put_part(c10d::Store& store, const std::string& key, const std::string& mine);
-// A value that begins with '=', or nothing if it is not there, also if it was a moment ago:
-// Store::get() would wait for it to come again.
-std::optional<std::string> get_if_there(c10d::Store& store, const std::string& key);
-// The parts; nothing if one is not there.
-std::optional<std::vector<std::string>> get_parts(c10d::Store& store,
-                                                  const std::vector<std::string>& keys);
+// Returns "<key>/0", "<key>/1", ...
+std::vector<std::string> rank_keys(const std::string& key, int size);
+// Stores `mine` after a '=', because some stores cannot distinguish an empty value from a missing
+// key.
+void set_part(c10d::Store& store, const std::string& key, const std::string& mine);
+// Returns the value, which begins with '=', or nothing if the key is missing, even if it has just
+// been deleted: Store::get() would wait until it is set again.
+std::optional<std::string> try_get(c10d::Store& store, const std::string& key);
+// Returns the parts without their '='; nothing if one is missing.
+std::optional<std::vector<std::string>> try_get_all(c10d::Store& store,
+                                                    const std::vector<std::string>& keys);
 
 }  // namespace torch_overlap

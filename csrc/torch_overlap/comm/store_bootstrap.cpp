@@ -3,7 +3,7 @@
 namespace torch_overlap {
 
 StoreBootstrap::StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank,
-                               int size, Milliseconds timeout, ExchangeOwner owner)
+                               int size, Milliseconds timeout, ExchangeCallbacks owner)
     : Bootstrap(rank, size, timeout),
       store_(std::move(store)),
       name_(std::move(name)),

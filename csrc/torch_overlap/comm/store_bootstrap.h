@@ -10,15 +10,16 @@
 
 namespace torch_overlap {
 
-// A Bootstrap over a communicator's store, for one thing that is set up (and later taken down).
-// `name` is that thing's alone in the store, and names it in errors.
+// A Bootstrap over a communicator's store, for one object that is set up (and later torn down).
+// `name` is unique to that object in the store, and names it in errors.
 class TORCH_OVERLAP_API StoreBootstrap final : public Bootstrap {
  public:
   StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
-                 Milliseconds timeout, ExchangeOwner owner = {});
+                 Milliseconds timeout, ExchangeCallbacks owner = {});
 
   std::vector<std::string> all_gather(const std::string& mine) override;
-  // This rank's part of the next all_gather, if it does not want the others'. Waits for nobody.
+  // Publishes this rank's part of the next all_gather, if it does not need the others' parts. Does
+  // not wait.
   void publish(const std::string& mine);
 
  private:
@@ -26,7 +27,7 @@ class TORCH_OVERLAP_API StoreBootstrap final : public Bootstrap {
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::string name_;
-  const ExchangeOwner owner_;
+  const ExchangeCallbacks owner_;
   uint64_t step_ = 0;
 };
 

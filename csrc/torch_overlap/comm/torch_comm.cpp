@@ -10,13 +10,13 @@
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/process.h"
-#include "torch_overlap/comm/direct.h"
-#include "torch_overlap/comm/meeting.h"
+#include "torch_overlap/collectives/select.h"
 #include "torch_overlap/comm/mismatch.h"
-#include "torch_overlap/comm/process_end.h"
+#include "torch_overlap/comm/process_abort.h"
 #include "torch_overlap/comm/recorder.h"
 #include "torch_overlap/comm/recorder_dump.h"
 #include "torch_overlap/comm/registry.h"
+#include "torch_overlap/comm/regroup_rendezvous.h"
 #include "torch_overlap/comm/store_bootstrap.h"
 #include "torch_overlap/comm/validate.h"
 
@@ -25,11 +25,11 @@ namespace {
 
 std::atomic<uint64_t> next_op_id{0};
 
-// "TorchComm::all_reduce": the operation's span in a profile. The text lives as long as the
-// process.
+// Returns the name of the operation's span in a profile, e.g. "TorchComm::all_reduce". The text
+// lives as long as the process.
 const char* profiler_name(OpName name) {
-  const auto& names = made_once([] {
-    std::array<std::string, kOpNames> made;
+  const auto& names = lazy_leaky_singleton([] {
+    std::array<std::string, kNumOpNames> made;
     for (size_t i = 0; i < made.size(); ++i) {
       made[i] = concat("TorchComm::", to_string(static_cast<OpName>(i)));
     }
@@ -38,8 +38,8 @@ const char* profiler_name(OpName name) {
   return names[static_cast<size_t>(name)].c_str();
 }
 
-// "comm_0", "comm_1", ...: ranks that make their communicators in the same order, as they must, get
-// the same names. Ranks that are threads, which say who they are, count for themselves.
+// Returns "comm_0", "comm_1", ... Ranks must make their communicators in the same order, and so get
+// the same names. Ranks that are threads, which pass their rank explicitly, are counted separately.
 std::string generated_name(bool is_thread) {
   static std::atomic<int> process_count{0};
   thread_local int thread_count = 0;
@@ -73,8 +73,9 @@ TorchComm::TorchComm(std::string backend_name, BackendContext context,
   context.record = make_comm_record(name_, backend_name_, context.rank, ranks_in_world);
   const Env env = Env::read();
   prepare_dumps(env);
-  prepare_process_end(env);
-  // The backend may outlive this object (a graph, a watchdog): it gets the hooks, not the owner.
+  prepare_process_abort(env);
+  // The backend may outlive this object (a graph, a watchdog), so it gets the hooks and not the
+  // owner.
   context.on_abort = [hooks = std::weak_ptr<Hooks>(hooks_)]() noexcept {
     try {
       if (auto alive = hooks.lock()) alive->abort();
@@ -82,7 +83,7 @@ TorchComm::TorchComm(std::string backend_name, BackendContext context,
       TORCH_WARN("abort hook: ", error.what());
     }
   };
-  context.live_timeout = timeout_;
+  context.current_timeout = timeout_;
   auto members = std::make_shared<Membership>();
   members->context = std::move(context);
   members->ranks_in_world = std::move(ranks_in_world);
@@ -106,15 +107,15 @@ std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::De
   context.options = resolve_options(options);
   const auto digest = concat("backend=", kind, " device=", c10::DeviceTypeName(device.type(), true),
                              context.options.check_mismatch ? " check_mismatch" : "",
-                             " direct_collectives=", to_string(context.options.direct));
+                             " custom_collectives=", to_string(context.options.custom_collectives));
   detail::require_free_name(context.name);
-  const RankAndSize me = who_am_i(env, who);
+  const RankAndSize me = resolve_rank_and_size(env, who);
   context.rank = me.rank;
   context.size = me.size;
   context.device = resolve_device(device, env, me.rank);
-  refuse_capture("new_comm", context.device);
+  check_not_capturing("new_comm", context.device);
   if (entry.has_peers) {
-    context.given_store = options.store;
+    context.user_store = options.store;
     context.store =
         rendezvous(env, context.name, digest, context.options.timeout, options.store, me);
   }
@@ -129,7 +130,8 @@ std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::De
 
 TorchComm::~TorchComm() {
   if (!process_.is_current()) {
-    // The threads and connections are the parent's: nothing of it may be ended, or waited for.
+    // The threads and connections belong to the parent: this process must neither end nor wait for
+    // them.
     (void)new std::shared_ptr<const Membership>(membership());
     return;
   }
@@ -173,7 +175,7 @@ void TorchComm::require_own_process(std::string_view op) const {
        "', got a fork of it; make a new communicator in the child, or start it with 'spawn'");
 }
 
-uint64_t TorchComm::take_op_id() { return next_op_id.fetch_add(1, std::memory_order_relaxed); }
+uint64_t TorchComm::allocate_op_id() { return next_op_id.fetch_add(1, std::memory_order_relaxed); }
 
 WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const OpOptions& options) {
   require_active(to_string(call.name));
@@ -181,12 +183,12 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
                       ": expected a timeout >= 0, got ", options.timeout.count(), " ms");
   call.async_op = async_op;
   const BackendContext& context = check.members->context;
-  call.timeout = options.timeout.count() > 0 ? std::min(options.timeout, kLongestTimeout)
+  call.timeout = options.timeout.count() > 0 ? std::min(options.timeout, kMaxTimeout)
                                              : context.options.timeout;
   const OpHints hints = op_hints(to_string(call.name), options.hints);
   call.high_priority = hints.high_priority.value_or(context.options.is_high_priority_stream);
-  call.direct = hints.direct.value_or(context.options.direct);
-  call.id = take_op_id();
+  call.custom_collectives = hints.custom_collectives.value_or(context.options.custom_collectives);
+  call.id = allocate_op_id();
   call.comm = name();
   RECORD_FUNCTION(profiler_name(call.name), c10::ArrayRef<const c10::IValue>{});
   const Membership& members = *check.members;
@@ -196,36 +198,36 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
   const HookEvent event{.name = call.name, .id = call.id, .call = &call, .work = &work};
   hooks_->pre(event);
   // The post-hook must still see the call, so the backend gets a copy.
-  return hooks_->around(event, [&] { return work = launch(members, call); });
+  return hooks_->run_with_post_hook(event, [&] { return work = launch(members, call); });
 }
 
 WorkPtr TorchComm::launch(const Membership& members, Call call) {
-  call.sequence = members.context.record->take_number(call.primitive);
+  call.sequence = members.context.record->next_sequence_number(call.primitive);
   call.bump_versions(members.context.rank);
   FlightRecorder& recorder = FlightRecorder::of_process();
   if (!recorder.is_enabled() && hooks_->record.empty()) {
-    return launch_compared(members, std::move(call));
+    return launch_checked(members, std::move(call));
   }
   const auto record = std::make_shared<CallRecord>(call, members.context.record);
   call.record = record;
   hooks_->record(call);
   recorder.add(record);
   try {
-    return launch_compared(members, std::move(call));
+    return launch_checked(members, std::move(call));
   } catch (...) {
     record->ended(std::current_exception());
     throw;
   }
 }
 
-WorkPtr TorchComm::launch_compared(const Membership& members, Call call) const {
-  // One-sided operations have no counterpart on another rank.
+WorkPtr TorchComm::launch_checked(const Membership& members, Call call) const {
+  // One-sided operations have no matching call on another rank.
   if (!members.context.options.check_mismatch || !members.mismatch || call.window != nullptr) {
     return members.backend->launch(std::move(call));
   }
-  std::unique_lock<std::mutex> turn;
+  std::unique_lock<std::mutex> order_lock;
   try {
-    turn = members.mismatch->compare(call, [&] {
+    order_lock = members.mismatch->compare(call, [&] {
       require_active(to_string(call.name));
       TORCH_OVERLAP_CHECK(!members.backend->is_aborted(), kState, to_string(call.name),
                           ": expected a live communicator, got '", name(),
@@ -250,7 +252,7 @@ void TorchComm::finalize() {
     TORCH_OVERLAP_CHECK(expected != State::kReconfiguring, kState,
                         "finalize: expected a live communicator, got '", name(),
                         "', which is being reconfigured; abort() ends that");
-    // After abort() a finalize only lets go of what is left.
+    // After abort(), finalize() only releases what is left.
     TORCH_OVERLAP_CHECK(expected == State::kAborted, kState,
                         "finalize: expected a live communicator, got '", name(),
                         "', which was already finalized");
@@ -260,13 +262,14 @@ void TorchComm::finalize() {
     drop_attachments();
     return;
   }
-  // Its hooks see the number that the next operation will take: finalize is none.
+  // The hooks see the number that the next operation will get, because finalize is not an
+  // operation.
   const HookEvent event{.name = OpName::finalize, .id = next_op_id.load(std::memory_order_relaxed)};
   try {
-    refuse_capture("finalize", device_);
+    check_not_capturing("finalize", device_);
     hooks_->pre(event);
   } catch (...) {
-    state_.store(State::kActive);  // nothing has happened yet
+    state_.store(State::kActive);  // nothing was done yet
     throw;
   }
   detail::remove_comm(this);
@@ -277,7 +280,7 @@ void TorchComm::finalize() {
     membership()->context.record->state.store(CommRecord::State::kClosed);
   };
   const std::unique_ptr<void, decltype(finalized)> at_end(this, finalized);
-  hooks_->around(event, [&] { membership()->backend->finalize(); });
+  hooks_->run_with_post_hook(event, [&] { membership()->backend->finalize(); });
 }
 
 std::shared_ptr<CommAttachment> TorchComm::attachment(std::string_view name) const {
@@ -288,7 +291,7 @@ std::shared_ptr<CommAttachment> TorchComm::attachment(std::string_view name) con
 
 void TorchComm::attach(std::string_view name, std::shared_ptr<CommAttachment> what) {
   const std::lock_guard lock(attachments_mutex_);
-  attachments_[std::string(name)].swap(what);  // the old one ends after the lock
+  attachments_[std::string(name)].swap(what);  // the old one is destroyed after the lock
 }
 
 std::vector<std::shared_ptr<CommAttachment>> TorchComm::attachments() const {
@@ -301,27 +304,27 @@ std::vector<std::shared_ptr<CommAttachment>> TorchComm::attachments() const {
 std::unique_ptr<StoreBootstrap> TorchComm::bootstrap(const Membership& members, std::string name) {
   const BackendContext& context = members.context;
   if (!context.store) return nullptr;
-  require_own_process(name);  // the connection to the store is the parent's
-  ExchangeOwner owner;
-  owner.why_end = [backend = std::weak_ptr(members.backend)] {
+  require_own_process(name);  // the connection to the store belongs to the parent
+  ExchangeCallbacks owner;
+  owner.abort_reason = [backend = std::weak_ptr(members.backend)] {
     const auto alive = backend.lock();
     return alive ? alive->failure() : "";
   };
-  owner.why_left = [backend = std::weak_ptr(members.backend)](int rank) {
+  owner.departure_reason = [backend = std::weak_ptr(members.backend)](int rank) {
     const auto alive = backend.lock();
-    return alive ? alive->why_left(rank) : "";
+    return alive ? alive->departure_reason(rank) : "";
   };
   owner.on_missing = [self = weak_from_this(), generation = members.generation](bool has_left) {
     const auto alive = self.lock();
-    return alive ? alive->out_of_step(generation, has_left) : "";
+    return alive ? alive->abort_out_of_step(generation, has_left) : "";
   };
   return std::make_unique<StoreBootstrap>(context.store, std::move(name), context.rank,
                                           context.size, context.timeout(), std::move(owner));
 }
 
-std::string TorchComm::out_of_step(uint64_t generation, bool has_left) {
+std::string TorchComm::abort_out_of_step(uint64_t generation, bool has_left) {
   if (state_.load() == State::kReconfiguring || this->generation() != generation) return "";
-  abort_by([has_left](Backend& backend) { backend.give_up(/*tells_peers=*/has_left); });
+  abort_with([has_left](Backend& backend) { backend.abort_async(/*notify_peers=*/has_left); });
   return concat("; '", name(),
                 "' is aborted: its ranks are out of step; reconfigure it, or make a ", "new one");
 }
@@ -333,24 +336,25 @@ void TorchComm::drop_attachments() {
 }
 
 void TorchComm::abort() {
-  abort_by([](Backend& backend) { backend.abort(); });
+  abort_with([](Backend& backend) { backend.abort(); });
 }
 
-void TorchComm::abort_by(const std::function<void(Backend&)>& end) {
-  if (!process_.is_current()) return;  // a fork has nothing to end
+void TorchComm::abort_with(const std::function<void(Backend&)>& end) {
+  if (!process_.is_current()) return;  // a fork has no operations to end
   const auto members = membership();
   State expected = State::kActive;
   if (!state_.compare_exchange_strong(expected, State::kAborted)) {
-    // A finalize in another thread may wait for a peer: it ends with the abort's error.
+    // A finalize in another thread may be waiting for a peer: it ends with the abort's error.
     if (expected == State::kFinalizing) members->backend->abort();
-    // A reconfigure in another thread looks at the state, and leaves.
+    // A reconfigure in another thread polls the state, and ends.
     if (expected == State::kReconfiguring) {
       state_.compare_exchange_strong(expected, State::kAborted);
     }
     return;
   }
   members->context.record->state.store(CommRecord::State::kAborted);
-  // First: a hook may wait for a lock that a stuck operation's thread holds.
+  // End the operations before the hooks run: a hook may wait for a lock that the thread of a stuck
+  // operation holds.
   end(*members->backend);
   members->context.on_abort();
 }

@@ -5,12 +5,12 @@
 #include <algorithm>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/common/shared_memory.h"
+#include "torch_overlap/common/memory_overlap.h"
 
 namespace torch_overlap {
 namespace {
 
-// Whether every element lies in memory: not under FakeTensorMode, in subclasses that wrap other
+// True if every element is in memory. False under FakeTensorMode, in subclasses that wrap other
 // tensors, within vmap or grad, or after a resize of the storage.
 bool has_memory(const at::Tensor& tensor) {
   if (!tensor.has_storage()) return false;
@@ -61,20 +61,20 @@ void Checker::rank_in_range(int rank, std::string_view what) const {
                       "), got ", rank);
 }
 
-void Checker::apart(const at::Tensor& read, const at::Tensor& written, bool same_is_fine,
-                    std::string_view what) const {
+void Checker::no_overlap(const at::Tensor& read, const at::Tensor& written, bool allow_same,
+                         std::string_view what) const {
   const MemoryRange a = memory_range(read);
   const MemoryRange b = memory_range(written);
-  if (!a.meets(b) || (same_is_fine && a.begin == b.begin)) return;
+  if (!a.overlaps(b) || (allow_same && a.begin == b.begin)) return;
   fail(ErrorKind::kValue, op, ": expected ", what,
-       same_is_fine ? " that shares no memory with the input, but for this rank's own part"
-                    : " that shares no memory with the input",
+       allow_same ? " that shares no memory with the input, but for this rank's own part"
+                  : " that shares no memory with the input",
        ", got overlapping ones");
 }
 
-void Checker::written_apart(const std::vector<Use>& uses,
-                            const std::pair<std::string_view, std::string_view>& which,
-                            std::string_view others) const {
+void Checker::written_no_overlap(const std::vector<Use>& uses,
+                                 const std::pair<std::string_view, std::string_view>& which,
+                                 std::string_view others) const {
   std::vector<std::pair<MemoryRange, bool>> ranges;
   for (const Use& use : uses) {
     const MemoryRange range = memory_range(use.tensor);
@@ -93,18 +93,19 @@ void Checker::written_apart(const std::vector<Use>& uses,
   }
 }
 
-void Checker::received_apart(const std::vector<P2POp>& ops) const {
+void Checker::recv_no_overlap(const std::vector<P2POp>& ops) const {
   if (!moves_data) return;
   std::vector<Use> uses;
   for (const P2POp& one : ops) uses.push_back({one.tensor, one.type == P2POp::Type::RECV});
-  written_apart(uses, {"to receive into", ""}, "others of the batch");
+  written_no_overlap(uses, {"to receive into", ""}, "others of the batch");
 }
 
-void Checker::outputs_apart(const std::vector<at::Tensor>& outputs, std::string_view what) const {
+void Checker::outputs_no_overlap(const std::vector<at::Tensor>& outputs,
+                                 std::string_view what) const {
   if (!moves_data) return;
   std::vector<Use> uses;
   for (const at::Tensor& one : outputs) uses.push_back({one, true});
-  written_apart(uses, {"of ", what}, "each other");
+  written_no_overlap(uses, {"of ", what}, "each other");
 }
 
 void Checker::numel(const at::Tensor& tensor, int64_t expected, const ArgumentName& what) const {
@@ -123,7 +124,7 @@ void Checker::numel_of_all(const at::Tensor& tensor, const at::Tensor& part, std
 
 namespace {
 
-// Others move as they are, and are not added up.
+// True for the floating-point dtypes that can be reduced. Others are only moved.
 bool is_reduced_float(at::ScalarType dtype) {
   switch (dtype) {
     case at::kHalf:
@@ -172,14 +173,14 @@ void Checker::reduction(const at::Tensor& tensor, const ReduceOp& reduce_op) con
     TORCH_OVERLAP_CHECK(factor->scalar_type() == expected, kType, op,
                         ": expected a PREMUL_SUM factor of dtype ", expected, ", got ",
                         factor->scalar_type());
-    TORCH_OVERLAP_CHECK(!share_memory(*factor, tensor), kValue, op,
+    TORCH_OVERLAP_CHECK(!memory_overlaps(*factor, tensor), kValue, op,
                         ": expected a PREMUL_SUM factor that shares no memory with what is "
                         "written, got overlapping ones; clone it");
   }
 }
 
-Blocks blocks_of(const std::vector<at::Tensor>& parts) {
-  Blocks blocks;
+RankTensors rank_tensors_of(const std::vector<at::Tensor>& parts) {
+  RankTensors blocks;
   blocks.parts = parts;
   if (parts.empty()) return blocks;
   const auto& first = parts.front();

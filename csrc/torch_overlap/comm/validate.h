@@ -15,7 +15,8 @@ namespace torch_overlap {
 
 struct Membership;
 
-// What errors call an argument, or an entry of a list. No text is made of it before there is one.
+// Name that errors use for an argument, or for an entry of a list. No string is built before an
+// error occurs.
 struct ArgumentName {
   // NOLINTNEXTLINE(google-explicit-constructor,hicpp-explicit-conversions)
   ArgumentName(std::string_view list, int64_t index = -1) : list(list), index(index) {}
@@ -23,7 +24,7 @@ struct ArgumentName {
   ArgumentName(const char* name) : ArgumentName(std::string_view(name)) {}
 
   std::string_view list;
-  int64_t index;  // -1: it is no entry
+  int64_t index;  // -1: not an entry of a list
 
   friend std::ostream& operator<<(std::ostream& out, const ArgumentName& name) {
     out << name.list;
@@ -31,53 +32,56 @@ struct ArgumentName {
   }
 };
 
-// What an operation's arguments are checked against; the errors name the operation.
+// The properties that an operation's arguments are checked against. Errors name the operation.
 struct Checker {
   std::string_view op;
   c10::Device device;
   int rank;
   int size;
-  std::shared_ptr<const Membership> members = nullptr;  // whose these are
-  bool moves_data = true;                               // else tensors need no memory
+  std::shared_ptr<const Membership> members = nullptr;  // the communicator's members
+  bool moves_data = true;                               // if false, tensors need no memory
 
-  // Defined, dense, contiguous, on the communicator's device, with memory of its own.
+  // Throws unless the tensor is defined, dense, contiguous, on the communicator's device, and has
+  // memory (if moves_data).
   void tensor(const at::Tensor& tensor, const ArgumentName& what) const;
-  // Also of `like`'s dtype.
+  // Same as tensor(); also throws unless the dtype equals that of `like`.
   void tensor_like(const at::Tensor& tensor, const at::Tensor& like,
                    const ArgumentName& what) const;
-  // One tensor for each rank.
+  // Throws unless the list has one tensor per rank.
   void list(const std::vector<at::Tensor>& tensors, const at::Tensor& like,
             std::string_view what) const;
   void rank_in_range(int rank, std::string_view what) const;
-  // The two share no memory; or, if `same_is_fine`, are the same memory.
-  void apart(const at::Tensor& read, const at::Tensor& written, bool same_is_fine,
-             std::string_view what) const;
-  // What is received shares no memory with anything else of the batch.
-  void received_apart(const std::vector<P2POp>& ops) const;
-  // No two outputs share memory.
-  void outputs_apart(const std::vector<at::Tensor>& outputs, std::string_view what) const;
+  // Throws if the two tensors share memory; accepts the same memory if `allow_same`.
+  void no_overlap(const at::Tensor& read, const at::Tensor& written, bool allow_same,
+                  std::string_view what) const;
+  // Throws if a received tensor shares memory with any other tensor of the batch.
+  void recv_no_overlap(const std::vector<P2POp>& ops) const;
+  // Throws if two outputs share memory.
+  void outputs_no_overlap(const std::vector<at::Tensor>& outputs, std::string_view what) const;
   void numel(const at::Tensor& tensor, int64_t expected, const ArgumentName& what) const;
-  // As many elements as all ranks' `part` together; `part_name` is how errors call that.
+  // Throws unless the number of elements equals that of all ranks' `part` together. Errors call
+  // that `part_name`.
   void numel_of_all(const at::Tensor& tensor, const at::Tensor& part, std::string_view what,
                     std::string_view part_name) const;
-  // check_reduction(), and a factor that is a tensor fits. `tensor` is written.
-  void reduction(const at::Tensor& tensor, const ReduceOp& op) const;
+  // Runs check_reduction(), and checks a factor that is a tensor. `tensor` is the one that is
+  // written.
+  void reduction(const at::Tensor& tensor, const ReduceOp& reduce_op) const;
 
  private:
   struct Use {
     const at::Tensor& tensor;
     bool is_written;
   };
-  // `which` tensors, said in two words.
-  void written_apart(const std::vector<Use>& uses,
-                     const std::pair<std::string_view, std::string_view>& which,
-                     std::string_view others) const;
+  // `which` describes the tensors in two words.
+  void written_no_overlap(const std::vector<Use>& uses,
+                          const std::pair<std::string_view, std::string_view>& which,
+                          std::string_view others) const;
 };
 
-// The (dtype, op) pair means something. `op` names the operation.
+// Throws unless the (dtype, op) pair is supported. `op` names the operation.
 void check_reduction(std::string_view op, at::ScalarType dtype, const ReduceOp& reduce_op);
 
-// Parts that are listed; finds out whether they lie one behind the other in one tensor.
-Blocks blocks_of(const std::vector<at::Tensor>& parts);
+// Returns the listed parts; sets `flat` if they are consecutive in one tensor.
+RankTensors rank_tensors_of(const std::vector<at::Tensor>& parts);
 
 }  // namespace torch_overlap

@@ -11,7 +11,7 @@
 namespace torch_overlap {
 namespace {
 
-// Works that have ended are looked for when this many are kept.
+// Completed works are removed whenever the number of kept works is a multiple of this.
 constexpr size_t kReapAt = 64;
 
 }  // namespace
@@ -22,24 +22,24 @@ std::shared_ptr<TorchCommWindow> TorchComm::new_window(const Tensor& tensor) {
   TORCH_OVERLAP_CHECK(members->backend->has_windows(), kUnsupported,
                       "new_window: expected a backend with windows for ", device(), ", got '",
                       backend_name_, "'; use nccl for CUDA, gloo or local for the CPU");
-  const HookEvent event{.name = OpName::new_window, .id = take_op_id()};
+  const HookEvent event{.name = OpName::new_window, .id = allocate_op_id()};
   const auto number = members->windows->fetch_add(1);
   Fault fault;
   try {
     hooks_->pre(event);
   } catch (...) {
-    // The others, which wait for this rank, hear of it.
+    // Notify the other ranks, which wait for this one.
     if (tensor.defined()) {
       std::shared_ptr<TorchCommWindow> none(new TorchCommWindow(shared_from_this(), ""));
       fault = Fault::current();
       try {
         none->register_with(members, tensor, true, fault);
-      } catch (const std::exception&) {  // the hook's own is thrown
+      } catch (const std::exception&) {  // the hook's error is thrown instead
       }
     }
     throw;
   }
-  return hooks_->around(event, [&] {
+  return hooks_->run_with_post_hook(event, [&] {
     std::shared_ptr<TorchCommWindow> window(
         new TorchCommWindow(shared_from_this(), concat(name(), "/window_", number)));
     if (tensor.defined()) window->tensor_register(tensor);
@@ -61,7 +61,8 @@ void TorchCommWindow::tensor_register(const Tensor& tensor, bool owning) {
                         name_, "', which has one; call tensor_deregister() first");
     comm_->checker("tensor_register").tensor(tensor, "tensor");
     if (members->context.store) {
-      symmetric_allocator("tensor_register", device().type()).refuse_capture("tensor_register");
+      symmetric_allocator("tensor_register", device().type())
+          .check_not_capturing("tensor_register");
     }
     comm_->membership()->backend->prepare_windows();
   } catch (...) {
@@ -77,7 +78,7 @@ void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& mem
   Backend::RemoteSupport remote;
   try {
     if (context.store) members->backend->begin_window();
-    remote = members->backend->remote_support();
+    remote = members->backend->remote_access_support();
   } catch (...) {
     if (!mine) mine = Fault::current();
   }
@@ -88,8 +89,8 @@ void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& mem
       .digest = mine ? "" : concat("a tensor of ", tensor.scalar_type()),
       .fault = mine,
       .partial = remote.can,
-      .whole_because = remote.why,
-      .apart = PretendUnreachable::is_on()};
+      .partial_unsupported_reason = remote.why,
+      .pretend_unreachable = PretendUnreachable::is_on()};
   auto made = std::make_shared<Registration>();
   if (context.store) {
     const uint64_t number = made->number = members->registrations->fetch_add(1);
@@ -103,7 +104,7 @@ void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& mem
           members->backend->open_remote(*made->bootstrap, request.op, *made->memory));
     }
   } else {
-    made->memory = SymmetricMemory::alone(context.rank, context.size, request);
+    made->memory = SymmetricMemory::create_without_peers(context.rank, context.size, request);
   }
   made->members = members;
   if (owning) made->owned = tensor;
@@ -120,7 +121,7 @@ void TorchCommWindow::tensor_deregister() {
   RegistrationPtr old;
   {
     const std::lock_guard lock(mutex_);
-    old.swap(registration_);  // no operation begins any more
+    old.swap(registration_);  // no operation can begin any more
   }
   TORCH_OVERLAP_CHECK(old, kState, "tensor_deregister: expected a window with a tensor, got '",
                       name_, "', which has none; call tensor_register() first");
@@ -128,7 +129,7 @@ void TorchCommWindow::tensor_deregister() {
                        comm_->generation() == old->members->generation &&
                        old->members->backend->failure().empty();
   if (!is_live) {
-    std::deque<WorkPtr> ended;  // by what broke it; dropped after the lock
+    std::deque<WorkPtr> ended;  // ended by the failure; destroyed after the lock
     const std::lock_guard lock(mutex_);
     ended.swap(in_flight_);
   }
@@ -137,28 +138,30 @@ void TorchCommWindow::tensor_deregister() {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   Fault fault;
   try {
-    symmetric_allocator("tensor_deregister", device().type()).refuse_capture("tensor_deregister");
+    symmetric_allocator("tensor_deregister", device().type())
+        .check_not_capturing("tensor_deregister");
     drain(timeout);
     const auto left = std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now());
     old->members->backend->remove_window(*old->memory, std::max(left, Milliseconds(1)));
   } catch (...) {
     fault = Fault::current();
   }
-  // Others may take their time to wait for theirs.
+  // Other ranks may need their full timeout to wait for their operations.
   old->bootstrap->set_timeout(2 * timeout);
-  // All have come, so all operations of all ranks are done: nobody touches the memory any more.
+  // After all ranks have arrived, all operations of all ranks are done: no rank accesses the
+  // memory.
   try {
-    agree(*old->bootstrap, "tensor_deregister", fault);
+    throw_if_any_failed(*old->bootstrap, "tensor_deregister", fault);
   } catch (...) {
     {
       const std::lock_guard lock(mutex_);
-      if (!registration_) registration_ = old;  // as it was
+      if (!registration_) registration_ = old;  // restore it
     }
     try {
       if (old->memory->unreachable_pair().empty()) {
         old->members->backend->add_window(old->number, old->memory);
       }
-    } catch (const std::exception&) {  // the communicator has failed: nothing begins any more
+    } catch (const std::exception&) {  // the communicator has failed: no operation can begin
     }
     throw;
   }
@@ -170,8 +173,8 @@ void TorchCommWindow::drain(Milliseconds timeout) {
   std::deque<WorkPtr> works;
   {
     std::unique_lock lock(mutex_);
-    const auto none = [this] { return issuing_ == 0; };
-    TORCH_OVERLAP_CHECK(wait_interruptibly(issued_, lock, deadline, none), kTimeout,
+    const auto none = [this] { return num_issuing_ == 0; };
+    TORCH_OVERLAP_CHECK(wait_interruptibly(issuing_done_, lock, deadline, none), kTimeout,
                         "tensor_deregister: expected the calls on '", name_,
                         "' of other threads to return within ", timeout.count(),
                         " ms, got one that did not");
@@ -180,7 +183,7 @@ void TorchCommWindow::drain(Milliseconds timeout) {
   try {
     for (const auto& work : works) wait_for(*work, deadline, timeout);
   } catch (...) {
-    // Still in flight, for the next try.
+    // Still in flight: the next attempt waits for them.
     const std::lock_guard lock(mutex_);
     in_flight_.insert(in_flight_.begin(), works.begin(), works.end());
     throw;
@@ -189,7 +192,7 @@ void TorchCommWindow::drain(Milliseconds timeout) {
 
 void TorchCommWindow::wait_for(TorchWork& work, std::chrono::steady_clock::time_point deadline,
                                Milliseconds timeout) const {
-  // Captured: it runs at replays, which are the caller's.
+  // A captured operation runs at replays, for which the caller is responsible.
   if (work.status() == WorkStatus::NOT_STARTED) return;
   const auto left = std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now());
   try {
@@ -219,18 +222,19 @@ Checker TorchCommWindow::checker(const Registration& registered, std::string_vie
 
 WorkPtr TorchCommWindow::issue(const Checker& check, Call call, bool async_op,
                                const OpOptions& options) {
-  // From here until it is among in_flight_, a deregistration in another thread waits for it.
+  // From here until the work is in in_flight_, a deregistration in another thread waits for this
+  // call.
   struct Issuing {
     explicit Issuing(TorchCommWindow& window, const Call& call) : window(window) {
       const std::lock_guard lock(window.mutex_);
       TORCH_OVERLAP_CHECK(window.registration_ && window.registration_->memory == call.window,
                           kState, to_string(call.name), ": expected a window with a tensor, got '",
                           window.name_, "', whose tensor another thread deregistered");
-      ++window.issuing_;
+      ++window.num_issuing_;
     }
     ~Issuing() {
       const std::lock_guard lock(window.mutex_);
-      if (--window.issuing_ == 0) window.issued_.notify_all();
+      if (--window.num_issuing_ == 0) window.issuing_done_.notify_all();
     }
     TorchCommWindow& window;
   };
@@ -238,7 +242,8 @@ WorkPtr TorchCommWindow::issue(const Checker& check, Call call, bool async_op,
   auto work = comm_->issue(check, std::move(call), async_op, options);
   const std::lock_guard lock(mutex_);
   in_flight_.push_back(work);
-  // In order of issue, which is nearly that of their ends; at most as many as are pending stay.
+  // Works stay in order of issue, which is nearly the order in which they end. The pending ones are
+  // kept.
   if (in_flight_.size() >= kReapAt && in_flight_.size() % kReapAt == 0) {
     std::erase_if(in_flight_, [](const WorkPtr& one) {
       return one->is_completed() || one->status() == WorkStatus::NOT_STARTED;
@@ -257,13 +262,14 @@ Call TorchCommWindow::one_sided(OpName name, Primitive primitive, const Registra
   return call;
 }
 
-void TorchCommWindow::refuse_remote_capture(const Registration& registered, std::string_view op,
-                                            int rank) const {
+void TorchCommWindow::check_remote_not_capturing(const Registration& registered,
+                                                 std::string_view op, int rank) const {
   if (registered.memory->is_reachable(rank) || registered.memory->remote() == nullptr) return;
-  refuse_capture(op, device(),
-                 concat("rank ", rank,
-                        " is written to by NCCL's one-sided calls, which in a graph wait for an "
-                        "answer of the receiver that is never given"));
+  check_not_capturing(
+      op, device(),
+      concat("rank ", rank,
+             " is written to by NCCL's one-sided calls, which in a graph wait for an "
+             "answer of the receiver that is never given"));
 }
 
 WorkPtr TorchCommWindow::put(const Tensor& tensor, int dst_rank, int64_t offset, bool async_op,
@@ -283,9 +289,9 @@ WorkPtr TorchCommWindow::put(const Tensor& tensor, int dst_rank, int64_t offset,
   if (dst_rank == check.rank && tensor.numel() > 0 && !device().is_meta()) {
     const auto target =
         registered->memory->view(dst_rank, tensor.sizes(), registered->dtype, offset * item);
-    check.apart(tensor, target, /*same_is_fine=*/true, "a part of the own window");
+    check.no_overlap(tensor, target, /*allow_same=*/true, "a part of the own window");
   }
-  refuse_remote_capture(*registered, "put", dst_rank);
+  check_remote_not_capturing(*registered, "put", dst_rank);
   Call call = one_sided(OpName::put, Primitive::put, *registered, dst_rank);
   call.tensor = tensor;
   call.offset = offset * item;
@@ -297,7 +303,7 @@ WorkPtr TorchCommWindow::signal(int dst_rank, bool async_op, const OpOptions& op
   const auto registered = require("signal");
   const Checker check = checker(*registered, "signal");
   check.rank_in_range(dst_rank, "dst_rank");
-  refuse_remote_capture(*registered, "signal", dst_rank);
+  check_remote_not_capturing(*registered, "signal", dst_rank);
   return issue(check, one_sided(OpName::signal, Primitive::signal, *registered, dst_rank), async_op,
                options);
 }
@@ -317,7 +323,7 @@ at::Tensor TorchCommWindow::map_remote_tensor(int rank) const {
   checker(*registered, "map_remote_tensor").rank_in_range(rank, "rank");
   TORCH_OVERLAP_CHECK(registered->memory->is_reachable(rank), kUnsupported,
                       "map_remote_tensor: expected a rank whose memory rank ", comm_->rank(),
-                      " can reach, got ", rank, ": ", registered->memory->obstacle(rank),
+                      " can reach, got ", rank, ": ", registered->memory->unreachable_reason(rank),
                       registered->memory->remote() != nullptr ? "; put() writes to it" : "");
   return registered->memory->view(rank, registered->sizes, registered->dtype);
 }

@@ -12,9 +12,9 @@ namespace {
 
 struct WindowEntry {
   std::weak_ptr<TorchCommWindow> window;
-  const TorchCommWindow* address;  // to find the entry of one that is being destroyed
-  std::thread::id maker;
-  bool is_thread_rank;  // other ranks may have the window of this name in this process
+  const TorchCommWindow* address;  // finds the entry of a window that is being destroyed
+  std::thread::id owner;
+  bool is_thread_rank;  // other ranks of this process may have a window of this name
 };
 
 struct WindowRegistry {
@@ -22,19 +22,19 @@ struct WindowRegistry {
   std::map<std::string, std::vector<WindowEntry>> entries;
 };
 
-WindowRegistry& window_registry() { return ProcessWide<WindowRegistry>::get(); }
+WindowRegistry& window_registry() { return LeakySingleton<WindowRegistry>::get(); }
 
 }  // namespace
 
 std::shared_ptr<TorchCommWindow> get_window(const std::string& name) {
   {
-    std::shared_ptr<TorchCommWindow> window;  // dies after the lock if it is the last reference
+    std::shared_ptr<TorchCommWindow> window;  // a last reference is dropped after the lock
     const std::lock_guard lock(window_registry().mutex);
     if (const auto found = window_registry().entries.find(name);
         found != window_registry().entries.end()) {
-      // The newest: a communicator of the same name may have had one before.
+      // Search from the newest: an earlier communicator may have had the same name.
       for (auto entry = found->second.rbegin(); entry != found->second.rend(); ++entry) {
-        if (entry->is_thread_rank && entry->maker != std::this_thread::get_id()) continue;
+        if (entry->is_thread_rank && entry->owner != std::this_thread::get_id()) continue;
         window = entry->window.lock();
         if (window) return window;
       }

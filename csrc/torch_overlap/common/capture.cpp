@@ -20,7 +20,7 @@ bool is_capturing(c10::Device device) {
   return probe != nullptr && probe(device.index());
 }
 
-void refuse_capture(std::string_view op, c10::Device device, std::string_view because) {
+void check_not_capturing(std::string_view op, c10::Device device, std::string_view because) {
   TORCH_OVERLAP_CHECK(!is_capturing(device), kState, op,
                       ": expected a stream that is not capturing, got one that is",
                       because.empty() ? "" : ": ", because, "; call it outside of graph captures");

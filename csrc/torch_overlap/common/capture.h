@@ -8,15 +8,17 @@
 
 namespace torch_overlap {
 
-// Whether a graph captures the calling thread's current stream of `device`, a capture that an error
-// has broken included. Never throws: what is wrong with a device, the call itself will find.
+// Returns true if a graph captures the calling thread's current stream of `device`, including a
+// capture that an error has invalidated. Never throws: the call itself reports an error of the
+// device.
 TORCH_OVERLAP_API bool is_capturing(c10::Device device);
 
-// For what a graph cannot hold: throws kState, naming `op`, if so. `because`: what is not plain.
-TORCH_OVERLAP_API void refuse_capture(std::string_view op, c10::Device device,
-                                      std::string_view because = {});
+// Throws kState, naming `op`, during such a capture, for operations that a graph cannot hold.
+// `because` is the reason if it is not obvious.
+TORCH_OVERLAP_API void check_not_capturing(std::string_view op, c10::Device device,
+                                           std::string_view because = {});
 
-// How to ask a kind of device; one that nobody has registered never captures.
+// Query for a device type. A type without a registered probe never captures.
 using CaptureProbe = bool (*)(c10::DeviceIndex device) noexcept;
 TORCH_OVERLAP_API void register_capture_probe(c10::DeviceType type, CaptureProbe probe);
 

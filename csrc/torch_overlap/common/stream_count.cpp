@@ -2,7 +2,7 @@
 
 namespace torch_overlap {
 
-std::atomic<int64_t>& streams_made() {
+std::atomic<int64_t>& num_streams_created() {
   static std::atomic<int64_t> count{0};
   return count;
 }

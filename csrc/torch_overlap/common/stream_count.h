@@ -7,8 +7,8 @@
 
 namespace torch_overlap {
 
-// How many device streams the library has made in this process, which are as many as there are:
-// they serve again, and none is destroyed (common/cuda/stream.h). 0 in a build for the CPU.
-TORCH_OVERLAP_API std::atomic<int64_t>& streams_made();
+// Returns the number of device streams that the library has created in this process. All of them
+// exist: they are reused, and none is destroyed (common/cuda/stream.h). 0 in a build for the CPU.
+TORCH_OVERLAP_API std::atomic<int64_t>& num_streams_created();
 
 }  // namespace torch_overlap

@@ -7,11 +7,12 @@
 
 #include "torch_overlap/base/errors.h"
 
-// Views made without torch's dispatcher, of which an eager call makes dozens. Autograd does not
-// record them; they share the version of what they are views of, which has a storage.
+// Views created without torch's dispatcher, for speed: an eager call creates dozens. Autograd does
+// not record them. They share the version counter of the tensor that they are views of, which must
+// have a storage.
 namespace torch_overlap {
 
-// Of the same memory; its sizes are to be set.
+// Returns a view of the same memory. The caller sets its sizes.
 inline at::Tensor alias_of(const at::Tensor& tensor, at::ScalarType dtype) {
   auto alias = at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), tensor.key_set(),
@@ -20,7 +21,7 @@ inline at::Tensor alias_of(const at::Tensor& tensor, at::ScalarType dtype) {
   return alias;
 }
 
-// Rows [begin, begin + length): the tensor itself where these are all.
+// Returns rows [begin, begin + length); the tensor itself if these are all.
 inline at::Tensor row_view(const at::Tensor& tensor, int64_t begin, int64_t length) {
   TORCH_OVERLAP_CHECK(begin >= 0 && length >= 0 && begin + length <= tensor.size(0), kValue,
                       "expected rows within [0, ", tensor.size(0), "), got [", begin, ", ",
@@ -34,8 +35,8 @@ inline at::Tensor row_view(const at::Tensor& tensor, int64_t begin, int64_t leng
   return rows;
 }
 
-// Contiguous elements of `dtype` from byte `at` on of a tensor of bytes; `at` is a multiple of an
-// element.
+// Returns contiguous elements of `dtype` from byte `at` on of a tensor of bytes; `at` is a multiple
+// of the element size.
 inline at::Tensor typed_view(const at::Tensor& bytes, int64_t at, c10::IntArrayRef sizes,
                              at::ScalarType dtype) {
   const auto element = static_cast<int64_t>(c10::elementSize(dtype));

@@ -7,7 +7,7 @@
 namespace torch_overlap {
 namespace {
 
-// Written from static initialisers, before there are threads that multiply.
+// Written by static initializers, before any thread uses it.
 std::array<std::shared_ptr<GemmBackend>, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)>&
 gemm_backends() {
   static auto* backends = new std::array<std::shared_ptr<GemmBackend>,

@@ -15,8 +15,7 @@
 
 namespace torch_overlap {
 
-// A problem after its checks: of each 8-bit operand the orientation whose rows run along k. m and n
-// are not 0.
+// A GEMM after its checks. 8-bit operands are in their K-major orientation. m and n are not 0.
 struct GemmProblem {
   std::string_view op;
   const GemmArgs& args;
@@ -25,12 +24,13 @@ struct GemmProblem {
   OperandView rhs;  // 8-bit: [n, k], transposed
 };
 
-// What is added to the product behind its epilogue; undefined: nothing.
+// Returns the matrix that is added after the epilogue; undefined if there is none.
 inline const at::Tensor& residual_of(const GemmArgs& args) {
   return args.accumulate ? args.out : args.epilogue.residual;
 }
 
-// After their checks. x has any strides; scale is undefined where it follows from x.
+// Checked arguments of quantize(). x may have any strides; scale is undefined if it is computed
+// from x.
 struct QuantizeCall {
   std::string_view op;
   const at::Tensor& x;
@@ -43,41 +43,43 @@ struct DequantizeCall {
   const at::Tensor& scale_inv;
   ScalingMode scaling;
   bool swizzled;
-  at::ScalarType dtype;  // of the result
+  at::ScalarType dtype;  // dtype of the result
 };
 
-// As update_scale() of quantize.h: the scale is largest / the history's amax.
+// Checked arguments of update_scale() in quantize.h: scale = largest / amax of the history.
 struct ScaleUpdate {
   const at::Tensor& amax_history;
   const at::Tensor& scale;
   float largest;
-  bool of_all_steps;  // amax is the largest of the history; its entry 0 otherwise
+  bool uses_history_max;  // amax is the largest of the history; otherwise its entry 0
 };
 
-// Products on one kind of device, and the 8-bit values that they multiply. A folder a kind (cpu/,
-// cublaslt/), which registers itself: what is built decides what there is.
+// GEMMs on one kind of device, and quantization to the 8-bit floats that they multiply. Each kind
+// of device has a folder (cpu/, cublaslt/) and registers itself, so the build decides which are
+// available.
 //
-// Threads: any.
+// Thread-safe.
 class TORCH_OVERLAP_API GemmBackend {
  public:
   virtual ~GemmBackend() = default;
 
-  // Throws kUnsupported for what this device does not multiply. A part of check_gemm(): callers
-  // that communicate have sent nothing by then.
+  // Throws kUnsupported if this device does not support the problem. Part of check_gemm(): callers
+  // that communicate have not sent anything yet.
   virtual void check(const GemmProblem& problem) const {}
-  // The device of the problem is current. On the current stream; no waiting on the host.
+  // Runs on the current stream without blocking the host. The device of the problem is current.
   virtual void run(const GemmProblem& problem) = 0;
-  // Kernels of our own that take the problem, and running one of them.
-  virtual std::vector<std::string> own_kernels(const GemmProblem& problem) { return {}; }
-  virtual void run_own(const GemmProblem& problem, size_t index) {}
-  // All of them, in no order among themselves; done, as seen from the current stream, when the call
-  // returns.
+  // custom_kernels() returns the names of this project's kernels that support the problem;
+  // run_custom() runs one.
+  virtual std::vector<std::string> custom_kernels(const GemmProblem& problem) { return {}; }
+  virtual void run_custom(const GemmProblem& problem, size_t index) {}
+  // Runs all problems, unordered among themselves. Later work on the current stream is ordered
+  // after all of them.
   virtual void run_group(const std::vector<GemmProblem>& problems) {
     for (const auto& problem : problems) run(problem);
   }
 
-  // By kernels of its own, on the current stream; nothing: torch's operators do it. The second
-  // result is the largest |x|, of modes with one scale.
+  // Quantizes by kernels of this project, on the current stream; nullopt if torch's operators are
+  // to be used. The second result is the largest |x|, for modes with one scale.
   virtual std::optional<std::pair<Quantized, at::Tensor>> quantize(const QuantizeCall& call) {
     return std::nullopt;
   }
@@ -85,12 +87,12 @@ class TORCH_OVERLAP_API GemmBackend {
   virtual bool update_scale(const ScaleUpdate& update) { return false; }
 };
 
-// One for each kind of device; registering twice replaces it.
+// Registers the backend of one kind of device; a second registration replaces it.
 TORCH_OVERLAP_API void register_gemm_backend(c10::DeviceType type,
                                              std::shared_ptr<GemmBackend> backend);
-// Null where there is none.
+// Returns null if there is none.
 GemmBackend* find_gemm_backend(c10::DeviceType type);
-// Throws kUnsupported, naming `op`, where there is none.
+// Throws kUnsupported, naming `op`, if there is none.
 TORCH_OVERLAP_API GemmBackend& gemm_backend(std::string_view op, c10::DeviceType type);
 
 // For use at namespace scope.

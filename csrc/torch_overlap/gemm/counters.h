@@ -7,13 +7,13 @@
 
 namespace torch_overlap {
 
-// What gemm_statistics() reads; the backends count.
+// Counters behind gemm_statistics(); the backends increment them.
 struct GemmCounters {
   std::atomic<int64_t> calls{0};
   std::atomic<int64_t> plans{0};
   std::atomic<int64_t> queries{0};
   std::atomic<int64_t> measured{0};
-  std::atomic<int64_t> composed{0};
+  std::atomic<int64_t> unfused{0};
 };
 GemmCounters& gemm_counters();
 

@@ -10,7 +10,9 @@ namespace {
 
 constexpr std::string_view kTanh = "tanh";
 
-double largest_8_bit(at::ScalarType dtype) { return dtype == at::kFloat8_e4m3fn ? 448. : 57344.; }
+double max_fp8_value_of(at::ScalarType dtype) {
+  return dtype == at::kFloat8_e4m3fn ? 448. : 57344.;
+}
 
 void store_8_bit(const GemmArgs& args, const at::Tensor& value) {
   if (args.out_amax.defined() && value.numel() == 0) {
@@ -18,13 +20,13 @@ void store_8_bit(const GemmArgs& args, const at::Tensor& value) {
   } else if (args.out_amax.defined()) {
     args.out_amax.squeeze().copy_(value.abs().amax());
   }
-  const double largest = largest_8_bit(args.out.scalar_type());
+  const double largest = max_fp8_value_of(args.out.scalar_type());
   args.out.copy_(value.mul(args.out_scale.squeeze()).clamp_(-largest, largest));
 }
 
 }  // namespace
 
-void compose_epilogue(const GemmProblem& problem, at::Tensor product) {
+void apply_unfused_epilogue(const GemmProblem& problem, at::Tensor product) {
   const GemmArgs& args = problem.args;
   const GemmEpilogue& epilogue = args.epilogue;
   at::Tensor value = std::move(product);
@@ -44,7 +46,7 @@ void compose_epilogue(const GemmProblem& problem, at::Tensor product) {
   }
 }
 
-void compose_bias_grad(const GemmProblem& problem) {
+void compute_unfused_bias_grad(const GemmProblem& problem) {
   const at::Tensor& bias_grad = problem.args.epilogue.bias_grad;
   if (!bias_grad.defined() || problem.args.epilogue.gelu_input.defined()) return;
   const auto sum_type = bias_grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;

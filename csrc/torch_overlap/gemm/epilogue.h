@@ -4,12 +4,12 @@
 
 namespace torch_overlap {
 
-// Epilogues as operators of torch: any device, on the current stream, capture-safe.
+// Epilogues as torch operators: any device, on the current stream, capture-safe.
 
 // Finishes the problem from its product, fp32 (fp64) [m, n], which is overwritten: writes out and
-// all that the epilogue and 8-bit out ask for, but for the bias_grad that is a sum over k.
-void compose_epilogue(const GemmProblem& problem, at::Tensor product);
-// That bias_grad, from lhs; nothing where none is asked.
-void compose_bias_grad(const GemmProblem& problem);
+// the other results of the epilogue and of 8-bit out, except bias_grad as the sum over k.
+void apply_unfused_epilogue(const GemmProblem& problem, at::Tensor product);
+// Computes bias_grad as the sum over k, from lhs. A no-op if it is not requested.
+void compute_unfused_bias_grad(const GemmProblem& problem);
 
 }  // namespace torch_overlap

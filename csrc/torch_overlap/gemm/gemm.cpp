@@ -10,8 +10,8 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/strings.h"
-#include "torch_overlap/gemm/apart.h"
-#include "torch_overlap/gemm/checked.h"
+#include "torch_overlap/gemm/aliasing.h"
+#include "torch_overlap/gemm/checked_gemm.h"
 #include "torch_overlap/gemm/counters.h"
 #include "torch_overlap/gemm/epilogue.h"
 #include "torch_overlap/gemm/grouped.h"
@@ -20,14 +20,14 @@
 namespace torch_overlap {
 namespace {
 
-// Nothing to multiply; the epilogue may still have work, sums of no rows among it.
+// Handles empty products. The epilogue may still have work, including sums over no rows.
 bool finish_empty(const GemmProblem& problem) {
   const auto [m, n, k] = problem.shape;
   if (m != 0 && n != 0 && k != 0) return false;
   const auto type = problem.args.out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const c10::DeviceGuard guard(problem.args.out.device());
-  compose_bias_grad(problem);
-  compose_epilogue(problem, at::zeros({m, n}, problem.args.out.options().dtype(type)));
+  compute_unfused_bias_grad(problem);
+  apply_unfused_epilogue(problem, at::zeros({m, n}, problem.args.out.options().dtype(type)));
   return true;
 }
 
@@ -73,20 +73,20 @@ void CheckedGemm::run() const {
 std::vector<std::string> own_gemm_kernels(std::string_view op, const GemmArgs& args) {
   const GemmProblem problem = checked_problem(op, args);
   const c10::DeviceGuard guard(args.out.device());
-  return gemm_backend(op, args.out.device().type()).own_kernels(problem);
+  return gemm_backend(op, args.out.device().type()).custom_kernels(problem);
 }
 
 void run_own_gemm_kernel(std::string_view op, const GemmArgs& args, std::string_view kernel) {
   const GemmProblem problem = checked_problem(op, args);
   GemmBackend& backend = gemm_backend(op, args.out.device().type());
   const c10::DeviceGuard guard(args.out.device());
-  const auto known = backend.own_kernels(problem);
+  const auto known = backend.custom_kernels(problem);
   const auto found = std::find(known.begin(), known.end(), kernel);
   std::string names;
   for (const auto& name : known) names += concat(names.empty() ? "" : ", ", name);
   TORCH_OVERLAP_CHECK(found != known.end(), kUnsupported, op, ": expected one of our kernels (",
                       names.empty() ? "none takes this product" : names, "), got ", kernel);
-  backend.run_own(problem, static_cast<size_t>(found - known.begin()));
+  backend.run_custom(problem, static_cast<size_t>(found - known.begin()));
 }
 
 void check_gemm(std::string_view op, const GemmArgs& args) {
@@ -104,7 +104,7 @@ void grouped_gemm(std::string_view op, const std::vector<GemmArgs>& group) {
                         ": expected one device for the group, got ", group[0].out.device(), " and ",
                         args.out.device(), "; make a group of each device");
   }
-  check_group_apart(op, problems);
+  check_no_aliasing_in_group(op, problems);
   const auto device = group[0].out.device();
   GemmBackend& backend = gemm_backend(op, device.type());
   const at::AutoDispatchBelowADInplaceOrView below_autograd;

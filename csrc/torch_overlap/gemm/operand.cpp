@@ -14,7 +14,7 @@ void check_matrix(std::string_view op, std::string_view name, const at::Tensor& 
                       " of 2 dimensions, got shape ", matrix.sizes(),
                       "; collapse the dimensions before and after its axis boundary");
   TORCH_OVERLAP_CHECK(has_contiguous_rows(matrix), kValue, op, ": expected ", name,
-                      " whose rows are contiguous and apart, got shape ", matrix.sizes(),
+                      " whose rows are contiguous and do not overlap, got shape ", matrix.sizes(),
                       " and strides ", matrix.strides(), "; use ", name,
                       ".contiguous(), or its transpose and the other `transposed`");
 }
@@ -55,15 +55,15 @@ void check_scale(std::string_view op, Side side, const OperandView& operand) {
   }
   const int64_t scale_rows =
       operand.scaling == ScalingMode::BLOCK_2D_SCALING ? ceil_div(rows, kScaleBlock) : rows;
-  const int64_t in_row = scales_in_row(operand.scaling, k);
+  const int64_t in_row = scales_per_row(operand.scaling, k);
   TORCH_OVERLAP_CHECK(scale.dim() == 2 && scale.size(0) == scale_rows && scale.size(1) == in_row,
                       kValue, op, ": expected scale_inv of ", name_of(side), " for ", mode,
                       " of shape [", scale_rows, ", ", in_row, "], got ", scale.sizes(),
                       "; pass what its quantization along k gave");
 }
 
-// Whether each row has scales of its own, in order; the others lie in tiles of 128 rows, which a
-// cut keeps whole.
+// True if each row has its own scales, in row order. Other scales are in tiles of 128 rows, which a
+// cut must keep whole.
 bool has_scales_by_row(const OperandView& view) {
   return view.scaling == ScalingMode::BLOCK_1D_SCALING ||
          view.scaling == ScalingMode::ROW_SCALING ||
@@ -94,7 +94,7 @@ OperandView view_of(std::string_view op, Side side, const GemmOperand& operand) 
                    .scaling = operand.scaling,
                    .scale_inv = operand.scale_inv,
                    .swizzled = operand.swizzled};
-  if (!runs_along_k(side, operand.transposed)) {
+  if (!is_k_major(side, operand.transposed)) {
     TORCH_OVERLAP_CHECK(operand.columnwise_data.defined(), kValue, op,
                         ": expected columnwise_data of ", name,
                         ", whose rows do not run along k, "
@@ -125,7 +125,7 @@ OperandView view_of(std::string_view op, Side side, const GemmOperand& operand) 
 
 GemmOperand cut(std::string_view op, Side side, const OperandView& view, int64_t begin,
                 int64_t length) {
-  const int64_t dim = runs_along_k(side, view.transposed) ? 0 : 1;
+  const int64_t dim = is_k_major(side, view.transposed) ? 0 : 1;
   const int64_t end = begin + length;
   GemmOperand part{
       .data = dim == 0 ? row_view(view.data, begin, length) : view.data.narrow(1, begin, length),
@@ -146,7 +146,7 @@ GemmOperand cut(std::string_view op, Side side, const OperandView& view, int64_t
   } else if (view.scaling == ScalingMode::BLOCK_2D_SCALING) {
     part.scale_inv = row_view(view.scale_inv, begin / kScaleBlock, ceil_div(length, kScaleBlock));
   } else if (view.swizzled) {
-    // Tiles of 128 rows follow each other.
+    // Tiles of 128 rows are consecutive.
     const int64_t padded = round_up(view.data.size(0), kMxTileRows);
     part.scale_inv =
         view.scale_inv.view({padded, -1}).narrow(0, begin, round_up(length, kMxTileRows));

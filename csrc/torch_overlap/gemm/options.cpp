@@ -47,13 +47,13 @@ GemmStatistics gemm_statistics() {
           .plans = counters.plans,
           .queries = counters.queries,
           .measured = counters.measured,
-          .composed = counters.composed};
+          .composed = counters.unfused};
 }
 
 void reset_gemm_statistics() {
   GemmCounters& counters = gemm_counters();
   for (auto* counter : {&counters.calls, &counters.plans, &counters.queries, &counters.measured,
-                        &counters.composed}) {
+                        &counters.unfused}) {
     *counter = 0;
   }
 }

@@ -30,24 +30,24 @@
 namespace torch_overlap {
 namespace {
 
-// Rows of BLOCK_2D_SCALING scales begin at multiples of this.
+// Row strides of BLOCK_2D_SCALING scales are multiples of this.
 constexpr int64_t kRowMultiple = 4;
 // The largest scale: its inverse is still a normal number.
-const double kLargestScale = std::ldexp(1.0, 126);
+const double kMaxScale = std::ldexp(1.0, 126);
 
 template <typename Int>
 Int blocks_in(const Int& size, int64_t block) {
   return (size + (block - 1)) / block;
 }
 
-void check_wide(std::string_view op, std::string_view what, at::ScalarType dtype) {
+void check_high_precision(std::string_view op, std::string_view what, at::ScalarType dtype) {
   TORCH_OVERLAP_CHECK(
       dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble,
       kType, op, ": expected ", what, " of dtype float32, float16, bfloat16 or float64, got ",
       dtype, ". Convert it.");
 }
 
-// Rows and columns of the matrix of x's last dimension.
+// Returns the rows and columns of the matrix of x's last dimension.
 std::pair<c10::SymInt, c10::SymInt> matrix_sizes(const at::Tensor& x) {
   const auto sizes = x.sym_sizes();
   c10::SymInt rows = 1;
@@ -67,8 +67,8 @@ void check_mode(std::string_view op, ScalingMode scaling, bool swizzled) {
 void check_quantizable(std::string_view op, const at::Tensor& x, const QuantizeOptions& options) {
   TORCH_OVERLAP_CHECK(x.dim() >= 1, kValue, op,
                       ": expected x of one or more dimensions, got a scalar; use x.reshape(1)");
-  check_wide(op, "x", x.scalar_type());
-  largest_value(op, options.dtype);
+  check_high_precision(op, "x", x.scalar_type());
+  max_fp8_value(op, options.dtype);
   check_mode(op, options.scaling, options.swizzled);
 }
 
@@ -78,7 +78,7 @@ void check_mx_columns(std::string_view op, const c10::SymInt& cols) {
                       cols, "; pad them with zeros");
 }
 
-// scale_inv of a matrix, its memory not set.
+// Allocates scale_inv of a matrix, uninitialized.
 at::Tensor empty_scales(std::string_view op, const c10::SymInt& rows, const c10::SymInt& cols,
                         const at::TensorOptions& on, const QuantizeOptions& options) {
   if (options.scaling == ScalingMode::MXFP8_1D_SCALING) {
@@ -105,14 +105,14 @@ at::Tensor empty_scales(std::string_view op, const c10::SymInt& rows, const c10:
   return at::empty({1}, fp32);
 }
 
-// x as a matrix of its last dimension.
+// Returns x as a matrix of its last dimension.
 at::Tensor as_matrix(const at::Tensor& x) {
   return x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
-// fp32 scales from the largest |x|.
-at::Tensor scales_of(const at::Tensor& amax, double largest, bool power_of_two) {
-  auto scale = at::reciprocal(amax).mul_(largest).clamp_max_(kLargestScale);
+// Returns fp32 scales from the largest |x|.
+at::Tensor scale_from_amax(const at::Tensor& amax, double largest, bool power_of_two) {
+  auto scale = at::reciprocal(amax).mul_(largest).clamp_max_(kMaxScale);
   scale = at::where(at::isfinite(amax).logical_and_(amax.gt(0)), scale, at::ones_like(scale));
   if (power_of_two) scale = scale.view(at::kInt).bitwise_and(0x7F800000).view(at::kFloat);
   return scale;
@@ -122,12 +122,12 @@ at::Tensor saturated(const at::Tensor& x, double largest, at::ScalarType dtype) 
   return at::clamp(x, -largest, largest).to(dtype);
 }
 
-at::Tensor largest_magnitude(const at::Tensor& x) {
+at::Tensor compute_amax(const at::Tensor& x) {
   if (x.numel() == 0) return at::zeros({1}, x.options().dtype(at::kFloat));
   return at::amax(at::abs(x)).to(at::kFloat).view(1);
 }
 
-// The matrix [rows, cols] in fp32, padded with zeros to whole blocks.
+// Returns the matrix [rows, cols] in fp32, padded with zeros to whole blocks.
 at::Tensor padded_matrix(const at::Tensor& matrix, int64_t row_block, int64_t col_block) {
   const int64_t more_rows = blocks_in(matrix.size(0), row_block) * row_block - matrix.size(0);
   const int64_t more_cols = blocks_in(matrix.size(1), col_block) * col_block - matrix.size(1);
@@ -136,22 +136,22 @@ at::Tensor padded_matrix(const at::Tensor& matrix, int64_t row_block, int64_t co
   return at::constant_pad_nd(wide, {0, more_cols, 0, more_rows});
 }
 
-// The bytes of E8M0 (2^(byte - 127)), the smallest with which the largest |x| of a block does not
-// saturate.
-at::Tensor exponent_bytes(const at::Tensor& amax, at::ScalarType dtype) {
-  // The largest values are 0.875 * 2^9 and 0.875 * 2^16; frexp's mantissa lies in [0.5, 1).
+// Returns the smallest E8M0 bytes (scale 2^(byte - 127)) with which the largest |x| of a block does
+// not saturate.
+at::Tensor e8m0_from_amax(const at::Tensor& amax, at::ScalarType dtype) {
+  // The largest values are 0.875 * 2^9 and 0.875 * 2^16; frexp's mantissa is in [0.5, 1).
   const int64_t exponent_of_largest = dtype == at::kFloat8_e5m2 ? 16 : 9;
   const auto [mantissa, exponent] = at::frexp(amax);
   auto byte = exponent.to(at::kInt) + mantissa.gt(0.875).to(at::kInt);
   byte = at::clamp(byte + (127 - exponent_of_largest), 0, 253);
   byte.masked_fill_(amax.eq(0), 0);
-  // 2^126: times the largest 8-bit value that is infinite in fp32.
+  // 2^126: times the largest 8-bit value, this is infinite in fp32.
   byte.masked_fill_(at::isinf(amax), 253);
   byte.masked_fill_(at::isnan(amax), 255);
   return byte;
 }
 
-// Dense rows, with the strides of at::empty() also where a dimension has one element.
+// Returns dense rows, with the strides of at::empty() even if a dimension has one element.
 at::Tensor dense(const at::Tensor& values) {
   const auto sizes = values.sizes();
   return values.contiguous().as_strided(sizes, c10::contiguous_strides(sizes));
@@ -168,17 +168,17 @@ QuantizedMatrix quantize_mx(std::string_view op, const at::Tensor& matrix,
   const auto blocks = matrix.to(at::kFloat)
                           .contiguous()
                           .view({matrix.size(0), matrix.size(1) / kMxBlock, kMxBlock});
-  const auto byte = exponent_bytes(at::amax(at::abs(blocks), -1), options.dtype);
-  // 2^(127 - byte), put together from its bits.
+  const auto byte = e8m0_from_amax(at::amax(at::abs(blocks), -1), options.dtype);
+  // 2^(127 - byte), composed from its bits.
   const auto scale = at::clamp(254 - byte, 1).bitwise_left_shift(23).view(at::kFloat);
   const auto data =
-      saturated(blocks * scale.unsqueeze(-1), largest_value(op, options.dtype), options.dtype);
+      saturated(blocks * scale.unsqueeze(-1), max_fp8_value(op, options.dtype), options.dtype);
   const auto scales = byte.to(at::kByte).view(at::kFloat8_e8m0fnu);
   return {dense(data.view(matrix.sizes())),
           options.swizzled ? swizzle_scales(op, scales) : dense(scales)};
 }
 
-// fp32 scales of the blocks of a matrix, with the strides that they are returned with.
+// Returns fp32 scales of the blocks of a matrix, with the strides of the result.
 at::Tensor in_layout(std::string_view op, const at::Tensor& matrix, const at::Tensor& scales,
                      const QuantizeOptions& options) {
   const auto on = at::TensorOptions().device(matrix.device());
@@ -187,12 +187,13 @@ at::Tensor in_layout(std::string_view op, const at::Tensor& matrix, const at::Te
 
 QuantizedMatrix quantize_blocks(std::string_view op, const at::Tensor& matrix,
                                 const QuantizeOptions& options) {
-  const double largest = largest_value(op, options.dtype);
+  const double largest = max_fp8_value(op, options.dtype);
   const int64_t row_block = options.scaling == ScalingMode::BLOCK_2D_SCALING ? kScaleBlock : 1;
   const auto padded = padded_matrix(matrix, row_block, kScaleBlock);
   const auto blocks = padded.view(
       {padded.size(0) / row_block, row_block, padded.size(1) / kScaleBlock, kScaleBlock});
-  const auto scale = scales_of(at::amax(at::abs(blocks), {1, 3}), largest, options.power_of_two);
+  const auto scale =
+      scale_from_amax(at::amax(at::abs(blocks), {1, 3}), largest, options.power_of_two);
   auto data = saturated(blocks * scale.unsqueeze(1).unsqueeze(-1), largest, options.dtype)
                   .view(padded.sizes());
   data = dense(data.narrow(0, 0, matrix.size(0)).narrow(1, 0, matrix.size(1)));
@@ -201,11 +202,11 @@ QuantizedMatrix quantize_blocks(std::string_view op, const at::Tensor& matrix,
 
 QuantizedMatrix quantize_rows(std::string_view op, const at::Tensor& matrix,
                               const QuantizeOptions& options) {
-  const double largest = largest_value(op, options.dtype);
+  const double largest = max_fp8_value(op, options.dtype);
   const auto wide = matrix.to(at::kFloat);
   const auto amax = matrix.size(1) == 0 ? at::zeros({matrix.size(0), 1}, wide.options())
                                         : at::amax(at::abs(wide), {1}, /*keepdim=*/true);
-  const auto scale = scales_of(amax, largest, options.power_of_two);
+  const auto scale = scale_from_amax(amax, largest, options.power_of_two);
   return {dense(saturated(wide * scale, largest, options.dtype)), dense(at::reciprocal(scale))};
 }
 
@@ -219,7 +220,7 @@ std::optional<std::pair<Quantized, at::Tensor>> by_kernels(std::string_view op, 
 
 }  // namespace
 
-double largest_value(std::string_view op, at::ScalarType dtype) {
+double max_fp8_value(std::string_view op, at::ScalarType dtype) {
   if (dtype == at::kFloat8_e4m3fn) return 448.0;
   TORCH_OVERLAP_CHECK(dtype == at::kFloat8_e5m2, kType, op,
                       ": expected the 8-bit dtype float8_e4m3fn or float8_e5m2, got ", dtype,
@@ -248,8 +249,8 @@ Quantized quantize(std::string_view op, const at::Tensor& x, const QuantizeOptio
   check_quantizable(op, x, options);
   if (auto done = by_kernels(op, x, options)) return std::move(done->first);
   if (is_tensor_scaling(options.scaling)) {
-    const double largest = largest_value(op, options.dtype);
-    const auto scale = scales_of(largest_magnitude(x), largest, options.power_of_two);
+    const double largest = max_fp8_value(op, options.dtype);
+    const auto scale = scale_from_amax(compute_amax(x), largest, options.power_of_two);
     return quantize_delayed(op, x, scale, options).first;
   }
   const auto quantize_matrix = [&](const at::Tensor& matrix) {
@@ -293,18 +294,18 @@ std::pair<Quantized, at::Tensor> quantize_delayed(std::string_view op, const at:
   if (auto done = by_kernels(op, x, options, scale)) return std::move(*done);
   Quantized out;
   out.data =
-      dense(saturated(x.to(at::kFloat) * scale, largest_value(op, options.dtype), options.dtype));
+      dense(saturated(x.to(at::kFloat) * scale, max_fp8_value(op, options.dtype), options.dtype));
   out.scale_inv = at::reciprocal(scale).view(1);
   if (options.columnwise) {
     out.columnwise_data = dense(as_matrix(out.data).t());
     out.columnwise_scale_inv = out.scale_inv;
   }
-  return {std::move(out), largest_magnitude(x)};
+  return {std::move(out), compute_amax(x)};
 }
 
 void update_scale(std::string_view op, const at::Tensor& amax_history, const at::Tensor& scale,
                   at::ScalarType dtype, int64_t margin, std::string_view amax_compute) {
-  const double largest = largest_value(op, dtype);
+  const double largest = max_fp8_value(op, dtype);
   TORCH_OVERLAP_CHECK(amax_history.scalar_type() == at::kFloat && scale.scalar_type() == at::kFloat,
                       kType, op, ": expected amax_history and scale of dtype float32, got ",
                       amax_history.scalar_type(), " and ", scale.scalar_type(), ". Convert them.");
@@ -330,16 +331,16 @@ void update_scale(std::string_view op, const at::Tensor& amax_history, const at:
                         .view(scale.sizes());
   const auto next = at::reciprocal(amax).mul_(scaled_largest);
   const auto usable = at::isfinite(amax).logical_and_(amax.gt(0));
-  scale.copy_(at::where(usable, next.clamp_max(kLargestScale), scale));
+  scale.copy_(at::where(usable, next.clamp_max(kMaxScale), scale));
   amax_history.copy_(at::roll(amax_history, -1, 0));
   amax_history.select(0, 0).zero_();
 }
 
 void check_dequantizable(std::string_view op, const at::Tensor& data, const at::Tensor& scale_inv,
                          ScalingMode scaling, at::ScalarType dtype, bool swizzled) {
-  largest_value(op, data.scalar_type());
+  max_fp8_value(op, data.scalar_type());
   check_mode(op, scaling, swizzled);
-  check_wide(op, "a result", dtype);
+  check_high_precision(op, "a result", dtype);
   TORCH_OVERLAP_CHECK(data.dim() >= 1, kValue, op,
                       ": expected data of one or more dimensions, got a scalar. Use "
                       "data.reshape(1).");

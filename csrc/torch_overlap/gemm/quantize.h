@@ -10,12 +10,12 @@
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/gemm/scaling.h"
 
-// Quantization to 8-bit floats, made of torch's operators on any device, and of kernels of our own
-// on CUDA (gemm/cuda/quantize.h; not for float64): on the current stream, the host never waits,
-// capture-safe, below autograd. Arithmetic is fp32.
+// Quantization to 8-bit floats: by torch's operators on any device, and by kernels of this project
+// on CUDA (gemm/cuda/quantize.h; not for float64). Runs on the current stream without blocking the
+// host; capture-safe; below autograd. Arithmetic is fp32.
 //
-// x [..., cols] is the matrix [rows, cols] of its last dimension, and is quantized along its own
-// rows: value = data * scale_inv.
+// x [..., cols] is treated as the matrix [rows, cols] of its last dimension, and quantized along
+// its rows: value = data * scale_inv.
 //
 //   mode               scale_inv of [rows, cols]
 //   *_TENSOR_SCALING   fp32 [1]
@@ -25,78 +25,82 @@
 //   BLOCK_2D_SCALING   fp32 [ceil(rows / 128), ceil(cols / 128)], contiguous
 //   ROW_SCALING        fp32 [rows, 1], contiguous
 //
-// Special values. What is larger than the 8-bit type holds, infinity too, becomes its largest
-// value; NaN stays NaN. Where the largest |x| is 0, infinite or NaN, the fp32 scale is 1. In MXFP8
-// the block of a NaN gets the scale NaN; that of an infinity one with which it dequantizes to
+// Special values: values beyond the range of the 8-bit type, infinity included, saturate; NaN stays
+// NaN. If the largest |x| is 0, infinite or NaN, the fp32 scale is 1. In MXFP8 a block with a NaN
+// gets the scale NaN, and a block with an infinity gets a scale with which it dequantizes to
 // infinity.
 namespace torch_overlap {
 
 struct QuantizeOptions {
   ScalingMode scaling = ScalingMode::CURRENT_TENSOR_SCALING;
   at::ScalarType dtype = at::kFloat8_e4m3fn;  // or e5m2
-  // Also the transposed matrix, quantized along its rows.
+  // Also returns the transposed matrix, quantized along its rows.
   bool columnwise = false;
-  // MXFP8: scales in the order that the tensor cores read.
+  // MXFP8: returns scales in the swizzled order that the tensor cores read.
   bool swizzled = false;
-  // fp32 scales are rounded down to powers of two. MXFP8's always are powers of two.
+  // Rounds fp32 scales down to powers of two. MXFP8 scales always are powers of two.
   bool power_of_two = false;
 };
 
 struct Quantized {
-  at::Tensor data;       // the shape of x, contiguous
+  at::Tensor data;       // shape of x, contiguous
   at::Tensor scale_inv;  // see above
-  // Undefined unless asked. [cols, rows], contiguous, and its scales; one scale of the tensor is
-  // the same tensor as scale_inv.
+  // Undefined unless requested. [cols, rows], contiguous, and its scales; with tensor scaling, the
+  // same tensor as scale_inv.
   at::Tensor columnwise_data;
   at::Tensor columnwise_scale_inv;
 };
 
-// The largest value of an 8-bit type; a kType error for other dtypes.
-TORCH_OVERLAP_API double largest_value(std::string_view op, at::ScalarType dtype);
+// Returns the largest finite value of an 8-bit type. Throws kType for other dtypes.
+TORCH_OVERLAP_API double max_fp8_value(std::string_view op, at::ScalarType dtype);
 
-// Checks as `quantize` does, and allocates the result. Symbolic shapes and Meta tensors too.
+// Makes the checks of quantize(), and allocates the result. Supports symbolic shapes and Meta
+// tensors.
 TORCH_OVERLAP_API Quantized empty_quantized(std::string_view op, const at::Tensor& x,
                                             const QuantizeOptions& options);
 
-// Scales from x itself. For tensor scaling: largest value of the type / largest |x|.
+// Quantizes with scales computed from x. Tensor scaling: scale = largest value of the type /
+// largest |x|.
 TORCH_OVERLAP_API Quantized quantize(std::string_view op, const at::Tensor& x,
                                      const QuantizeOptions& options);
 
-// Delayed scaling: data = x * scale (fp32 [1]), and the largest |x| (fp32 [1]), which belongs into
-// the history.
+// Delayed scaling: data = x * scale (fp32 [1]). Also returns the largest |x| (fp32 [1]), for the
+// amax history.
 TORCH_OVERLAP_API std::pair<Quantized, at::Tensor> quantize_delayed(std::string_view op,
                                                                     const at::Tensor& x,
                                                                     const at::Tensor& scale,
                                                                     const QuantizeOptions& options);
 
-// Throws unless scale is fp32, of one element, on the device of x.
+// Throws unless `scale` is fp32, of one element, and on the device of x.
 TORCH_OVERLAP_API void check_scale(std::string_view op, const at::Tensor& x,
                                    const at::Tensor& scale);
 
-// The scale of the next step, in place. amax_history (fp32 [length] or [length, n] for scale [n])
-// is a ring whose entry 0 belongs to the step that ends; it is rotated by one and entry 0 set to 0.
+// Computes the scale of the next step, in place. amax_history (fp32 [length], or [length, n] for
+// scale [n]) is a ring whose entry 0 belongs to the current step; it is rotated by one, and entry 0
+// is set to 0.
 //   amax  = the largest of the history ("max") or entry 0 ("most_recent")
-//   scale = largest value / amax / 2^margin; stays as it is where amax is 0, infinite or NaN
+//   scale = largest value / amax / 2^margin; unchanged if amax is 0, infinite or NaN
 TORCH_OVERLAP_API void update_scale(std::string_view op, const at::Tensor& amax_history,
                                     const at::Tensor& scale, at::ScalarType dtype, int64_t margin,
                                     std::string_view amax_compute);
 
-// Throws where data and scale_inv do not fit; symbolic shapes and Meta tensors too.
+// Throws unless `data` and `scale_inv` match. Supports symbolic shapes and Meta tensors.
 TORCH_OVERLAP_API void check_dequantizable(std::string_view op, const at::Tensor& data,
                                            const at::Tensor& scale_inv, ScalingMode scaling,
                                            at::ScalarType dtype, bool swizzled);
-// data * scale_inv in `dtype`, rounded once from fp32.
+// Returns data * scale_inv in `dtype`, rounded once from fp32.
 TORCH_OVERLAP_API at::Tensor dequantize(std::string_view op, const at::Tensor& data,
                                         const at::Tensor& scale_inv, ScalingMode scaling,
                                         at::ScalarType dtype, bool swizzled = false);
 
-// MXFP8 scales [rows, blocks] in the order of the tensor cores: tiles of 128 rows x 4 scales, in
-// which rows i, i + 32, i + 64 and i + 96 lie beside each other. Padded with zeros to whole tiles;
-// the rows [128 a, 128 b) stay the rows [128 a, 128 b) of the result.
+// Returns MXFP8 scales [rows, blocks] in the order of the tensor cores: tiles of 128 rows x 4
+// scales, in which rows i, i + 32, i + 64 and i + 96 are adjacent. Padded with zeros to whole
+// tiles; the rows [128 a, 128 b) become the rows [128 a, 128 b) of the result.
 TORCH_OVERLAP_API at::Tensor swizzle_scales(std::string_view op, const at::Tensor& scales);
-// Its result with memory not set; symbolic shapes and Meta tensors too.
+// Allocates the result of swizzle_scales(), uninitialized. Supports symbolic shapes and Meta
+// tensors.
 TORCH_OVERLAP_API at::Tensor empty_swizzled(std::string_view op, const at::Tensor& scales);
-// And back, without the padding.
+// Inverse of swizzle_scales(), without the padding.
 TORCH_OVERLAP_API at::Tensor unswizzle_scales(std::string_view op, const at::Tensor& scales,
                                               int64_t rows, int64_t blocks);
 

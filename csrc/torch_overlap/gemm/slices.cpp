@@ -1,6 +1,6 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/common/views.h"
-#include "torch_overlap/gemm/checked.h"
+#include "torch_overlap/gemm/checked_gemm.h"
 #include "torch_overlap/gemm/validate.h"
 
 namespace torch_overlap {
@@ -23,7 +23,7 @@ void check_range(std::string_view op, std::string_view what, int64_t size, Range
                       range.begin, ", ", range.begin + range.length, "); cut inside the result");
 }
 
-// `dim`: of out. What is not cut is shared with the whole.
+// Slices dimension `dim` of out. Tensors that are not cut are shared with the whole.
 GemmArgs sliced(std::string_view op, const GemmArgs& args, int64_t dim, Range range) {
   TORCH_OVERLAP_CHECK(!args.out_amax.defined(), kUnsupported, op,
                       ": expected no out_amax in a product that is cut, got one, which every piece "
@@ -68,7 +68,7 @@ GemmArgs CheckedGemm::columns(int64_t begin, int64_t length) const {
   if (args_.epilogue.gelu_input.defined()) {
     piece.epilogue.bias_grad = part_of(args_.epilogue.bias_grad, 0, range);
   } else if (begin != 0) {
-    piece.epilogue.bias_grad = at::Tensor();  // the same for all columns: the first piece has it
+    piece.epilogue.bias_grad = at::Tensor();  // equal for all columns: the first piece has it
   }
   return piece;
 }

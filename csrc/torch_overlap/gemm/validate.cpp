@@ -1,7 +1,7 @@
 #include "torch_overlap/gemm/validate.h"
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/gemm/apart.h"
+#include "torch_overlap/gemm/aliasing.h"
 #include "torch_overlap/gemm/operand.h"
 
 namespace torch_overlap {
@@ -73,7 +73,7 @@ void check_out(std::string_view op, const GemmProblem& problem) {
                       ": expected out of shape [", m, ", ", n, "], got ", out.sizes(),
                       " (output buffer size is incorrect); allocate [m, n]");
   TORCH_OVERLAP_CHECK(has_contiguous_rows(out), kValue, op,
-                      ": expected out whose rows are contiguous and apart, got strides ",
+                      ": expected out whose rows are contiguous and do not overlap, got strides ",
                       out.strides(), "; pass a row-major view");
   const auto in = problem.lhs.data.scalar_type();
   const auto type = out.scalar_type();
@@ -86,7 +86,7 @@ void check_out(std::string_view op, const GemmProblem& problem) {
                       "; convert the result");
 }
 
-// What 8-bit tensor cores need, asked for on every device: code that runs on one runs on all.
+// Requirements of the 8-bit tensor cores, checked on every device so that code is portable.
 void check_8_bit_sizes(std::string_view op, const GemmProblem& problem) {
   const auto [m, n, k] = problem.shape;
   const at::Tensor& out = problem.args.out;
@@ -148,8 +148,8 @@ void check_extra(std::string_view op, std::string_view name, const at::Tensor& t
   const bool fits = tensor.dim() == 1 ? tensor.size(0) <= 1 || tensor.stride(0) == 1
                                       : has_contiguous_rows(tensor);
   TORCH_OVERLAP_CHECK(fits, kValue, op, ": expected ", name,
-                      " whose rows are contiguous and apart, got strides ", tensor.strides(),
-                      "; use ", name, ".contiguous()");
+                      " whose rows are contiguous and do not overlap, got strides ",
+                      tensor.strides(), "; use ", name, ".contiguous()");
 }
 
 void check_epilogue(std::string_view op, const GemmProblem& problem) {
@@ -212,7 +212,7 @@ GemmProblem checked_problem(std::string_view op, const GemmArgs& args) {
   }
   check_epilogue(op, problem);
   check_residual(op, problem);
-  check_apart(problem);
+  check_no_aliasing(problem);
   TORCH_OVERLAP_CHECK(args.sm_target >= 0, kValue, op, ": expected sm_target >= 0, got ",
                       args.sm_target, "; 0 is for all SMs");
   TORCH_OVERLAP_CHECK(!args.workspace.defined() || args.workspace.is_contiguous(), kValue, op,

@@ -4,7 +4,7 @@
 
 namespace torch_overlap {
 
-// All checks of gemm(). `args` must outlive what is returned.
+// Makes all checks of gemm(). `args` must outlive the result.
 GemmProblem checked_problem(std::string_view op, const GemmArgs& args);
 
 }  // namespace torch_overlap

@@ -16,19 +16,19 @@ Layout layout_of(const Graph& graph, const Constraint& constraint) {
   return Layout(graph.mesh(), std::move(dims), constraint.partial, constraint.invariant);
 }
 
-// One decision, and those before it: beginnings that have parts in common share them.
+// One decision, linked to those before it: partial choices share their common prefix.
 struct Choice {
   std::shared_ptr<const Choice> before;
   Strategy strategy;
 };
 
-struct Beginning {
-  std::vector<std::optional<Layout>> layouts;  // per value: as it is made, or first taken
-  std::vector<std::vector<Layout>> versions;
-  std::vector<AxisList> reduced;  // per value: the axes along which its gradient is reduced
+struct BeamState {
+  std::vector<std::optional<Layout>> layouts;  // per value: as computed, or as first consumed
+  std::vector<std::vector<Layout>> available_layouts;
+  std::vector<AxisList> reduced;  // per value: axes along which its gradient is reduced
   std::shared_ptr<const Choice> last;
   double seconds = 0;
-  double debt = 0;  // of pending values that nobody has taken yet
+  double deferred_seconds = 0;  // cost of partial values that no operator has consumed yet
 };
 
 class Beam {
@@ -40,9 +40,9 @@ class Beam {
     }
   }
 
-  std::vector<Beginning> run() {
-    Beginning start;
-    start.versions.resize(graph_.values().size());
+  std::vector<BeamState> run() {
+    BeamState start;
+    start.available_layouts.resize(graph_.values().size());
     start.reduced.resize(graph_.values().size());
     for (const GraphValue& value : graph_.values()) {
       start.layouts.emplace_back();
@@ -51,30 +51,30 @@ class Beam {
     for (size_t v = 0; v < graph_.values().size(); ++v) {
       if (!graph_.is_input(v)) start.layouts[v].reset();
     }
-    std::vector<Beginning> beam{std::move(start)};
+    std::vector<BeamState> beam{std::move(start)};
     for (size_t n = 0; n < graph_.nodes().size(); ++n) {
-      std::vector<Beginning> next;
-      for (const Beginning& beginning : beam) extend(beginning, n, next);
+      std::vector<BeamState> next;
+      for (const BeamState& beam_state : beam) expand(beam_state, n, next);
       beam = best(std::move(next), n);
     }
     return beam;
   }
 
  private:
-  void extend(const Beginning& beginning, size_t n, std::vector<Beginning>& next) const {
+  void expand(const BeamState& beam_state, size_t n, std::vector<BeamState>& next) const {
     const GraphNode& node = graph_.nodes()[n];
     PropagateOptions how{.training = options_.training, .explore = true};
     std::vector<Layout> inputs;
     std::vector<int64_t> sizes;
     for (size_t i = 0; i < node.inputs.size(); ++i) {
       const size_t v = node.inputs[i];
-      const auto& layout = beginning.layouts[v];
+      const auto& layout = beam_state.layouts[v];
       if (!layout) how.free_inputs |= uint64_t{1} << i;
       inputs.push_back(layout ? *layout
                               : Layout::replicated(graph_.mesh(), graph_.values()[v].shape.size()));
       sizes.push_back(graph_.values()[v].element_size);
-      how.also.push_back(beginning.versions[v]);
-      how.reduced_gradients.push_back(beginning.reduced[v]);
+      how.also.push_back(beam_state.available_layouts[v]);
+      how.reduced_gradient_axes.push_back(beam_state.reduced[v]);
     }
     for (const size_t v : node.outputs) {
       sizes.push_back(graph_.values()[v].element_size);
@@ -90,55 +90,56 @@ class Beam {
     if (found.size() > options_.branch)
       found.erase(found.begin() + static_cast<int64_t>(options_.branch), found.end());
     for (Strategy& strategy : found) {
-      Beginning longer = beginning;
+      BeamState extended = beam_state;
       for (size_t i = 0; i < node.inputs.size(); ++i) {
         const size_t v = node.inputs[i];
-        const AxisList& pending = strategy.pending_gradients[i];
-        longer.reduced[v].insert(longer.reduced[v].end(), pending.begin(), pending.end());
-        if (!longer.layouts[v]) {  // whole where it is needed pending: that takes no communication
-          longer.layouts[v] = strategy.inputs[i].with_partial({});
-        } else if (!(*longer.layouts[v] == strategy.inputs[i])) {
-          longer.versions[v].push_back(strategy.inputs[i]);
+        const AxisList& pending = strategy.partial_gradient_axes[i];
+        extended.reduced[v].insert(extended.reduced[v].end(), pending.begin(), pending.end());
+        if (!extended.layouts[v]) {  // left whole: making it partial needs no communication
+          extended.layouts[v] = strategy.inputs[i].with_partial({});
+        } else if (!(*extended.layouts[v] == strategy.inputs[i])) {
+          extended.available_layouts[v].push_back(strategy.inputs[i]);
         }
       }
       for (size_t i = 0; i < node.outputs.size(); ++i) {
         const size_t v = node.outputs[i];
-        longer.layouts[v] = strategy.outputs[i];
+        extended.layouts[v] = strategy.outputs[i];
         if (how.wanted[i] && !(*how.wanted[i] == strategy.outputs[i])) {
-          longer.versions[v].push_back(*how.wanted[i]);
+          extended.available_layouts[v].push_back(*how.wanted[i]);
         }
       }
       const double after = strategy.after;
       strategy.after = 0;
-      longer.seconds += strategy.seconds(options_.training);
-      // The way to where it is wanted is paid now; what is pending at the end in full, else in
-      // part.
-      const double due = after * (options_.training ? 2 : 1);
-      longer.debt = 0;
+      extended.seconds += strategy.seconds(options_.training);
+      // The reshard to a wanted layout is charged now. A partial value is charged in full if it is
+      // a result, otherwise in part.
+      const double output_seconds = after * (options_.training ? 2 : 1);
+      extended.deferred_seconds = 0;
       if (is_wanted || is_end) {
-        longer.seconds += is_wanted ? due : due / kPendingShare;
+        extended.seconds += is_wanted ? output_seconds : output_seconds / kPartialReduceShare;
       } else {
-        longer.debt = due;
+        extended.deferred_seconds = output_seconds;
       }
-      longer.last = std::make_shared<Choice>(Choice{beginning.last, std::move(strategy)});
-      next.push_back(std::move(longer));
+      extended.last = std::make_shared<Choice>(Choice{beam_state.last, std::move(strategy)});
+      next.push_back(std::move(extended));
     }
   }
 
-  // The cheapest beginnings, one for each way in which the values that are still needed lie.
-  std::vector<Beginning> best(std::vector<Beginning> all, size_t n) const {
-    std::stable_sort(all.begin(), all.end(), [](const Beginning& a, const Beginning& b) {
-      return a.seconds + a.debt < b.seconds + b.debt;
+  // Returns the n cheapest partial choices, one for each combination of layouts of the values that
+  // are still needed.
+  std::vector<BeamState> best(std::vector<BeamState> all, size_t n) const {
+    std::stable_sort(all.begin(), all.end(), [](const BeamState& a, const BeamState& b) {
+      return a.seconds + a.deferred_seconds < b.seconds + b.deferred_seconds;
     });
-    std::vector<Beginning> out;
+    std::vector<BeamState> out;
     std::unordered_map<std::string, bool> seen;
-    for (Beginning& one : all) {
+    for (BeamState& one : all) {
       std::string key;
       for (size_t v = 0; v < one.layouts.size(); ++v) {
         const bool is_live = last_use_[v] > static_cast<int64_t>(n) || last_use_[v] < 0;
         if (!is_live || !one.layouts[v]) continue;
         key += concat(v, one.layouts[v]->str(), ";");
-        for (const Layout& other : one.versions[v]) key += other.str();
+        for (const Layout& other : one.available_layouts[v]) key += other.str();
       }
       if (!seen.emplace(std::move(key), true).second) continue;
       out.push_back(std::move(one));
@@ -153,7 +154,8 @@ class Beam {
   std::vector<int64_t> last_use_;
 };
 
-// The graph with every input where a beginning has it: planned from the start, its costs are real.
+// Returns the graph with its inputs constrained to these layouts, so that planning it from the
+// start gives its real cost.
 Graph with_inputs(const Graph& graph, const std::vector<std::optional<Layout>>& layouts) {
   Graph out = graph;
   for (size_t v = 0; v < graph.values().size(); ++v) {
@@ -162,18 +164,18 @@ Graph with_inputs(const Graph& graph, const std::vector<std::optional<Layout>>& 
   return out;
 }
 
-Alternative measured(std::string name, const Graph& graph, const CostModel& cost,
-                     const AutoShardOptions& options) {
+Alternative planned_alternative(std::string name, const Graph& graph, const CostModel& cost,
+                                const AutoShardOptions& options) {
   Alternative out{std::move(name), {}, plan_graph(graph, cost, {.training = options.training})};
   for (const NodePlan& node : out.plan.nodes) out.roles.push_back(node.strategy.roles);
   return out;
 }
 
-// The plan of a beginning, operator by operator as it was searched.
-Alternative followed(std::string name, const Graph& graph, const Beginning& beginning,
-                     const CostModel& cost, const AutoShardOptions& options) {
+// Returns the plan of a partial choice, operator by operator as it was searched.
+Alternative alternative_of_state(std::string name, const Graph& graph, const BeamState& beam_state,
+                                 const CostModel& cost, const AutoShardOptions& options) {
   std::vector<const Strategy*> strategies;
-  for (const Choice* choice = beginning.last.get(); choice != nullptr;
+  for (const Choice* choice = beam_state.last.get(); choice != nullptr;
        choice = choice->before.get()) {
     strategies.push_back(&choice->strategy);
   }
@@ -181,26 +183,26 @@ Alternative followed(std::string name, const Graph& graph, const Beginning& begi
   Alternative out{std::move(name), {}, {}};
   GraphPlan& plan = out.plan;
   for (size_t v = 0; v < graph.values().size(); ++v) {
-    const auto& layout = beginning.layouts[v];
+    const auto& layout = beam_state.layouts[v];
     plan.layouts.push_back(
         layout ? *layout : Layout::replicated(graph.mesh(), graph.values()[v].shape.size()));
   }
-  std::vector<std::vector<Layout>> there(graph.values().size());
-  const auto reach = [&](size_t v, const Layout& to) {
+  std::vector<std::vector<Layout>> available_layouts(graph.values().size());
+  const auto plan_to = [&](size_t v, const Layout& to) {
     const GraphValue& value = graph.values()[v];
     Plan best = plan_reshard(plan.layouts[v], to, value.shape, value.element_size, cost);
-    for (const Layout& from : there[v]) {
+    for (const Layout& from : available_layouts[v]) {
       Plan other = plan_reshard(from, to, value.shape, value.element_size, cost);
       if (other.seconds() < best.seconds()) best = std::move(other);
     }
     plan.reshard += best.seconds();
-    if (best.num_sends() > 0) there[v].push_back(to);
+    if (best.num_sends() > 0) available_layouts[v].push_back(to);
     return best;
   };
   for (size_t n = 0; n < graph.nodes().size(); ++n) {
     NodePlan node{*strategies[n], {}};
     for (size_t i = 0; i < graph.nodes()[n].inputs.size(); ++i) {
-      node.plans.push_back(reach(graph.nodes()[n].inputs[i], node.strategy.inputs[i]));
+      node.plans.push_back(plan_to(graph.nodes()[n].inputs[i], node.strategy.inputs[i]));
     }
     plan.compute += node.strategy.compute;
     plan.gradients += node.strategy.gradients;
@@ -211,7 +213,7 @@ Alternative followed(std::string name, const Graph& graph, const Beginning& begi
       if (!constraint && !graph.is_result(v)) continue;
       const Layout to =
           constraint ? layout_of(graph, *constraint) : plan.layouts[v].with_partial({});
-      if (!(to == plan.layouts[v])) plan.results.emplace_back(v, reach(v, to));
+      if (!(to == plan.layouts[v])) plan.results.emplace_back(v, plan_to(v, to));
     }
   }
   plan.reshard *= options.training ? 2 : 1;
@@ -220,7 +222,7 @@ Alternative followed(std::string name, const Graph& graph, const Beginning& begi
   return out;
 }
 
-// The first dimension of what is no parameter over all axes that divide it.
+// Shards the first dimension of every value that is not a parameter over all axes that divide it.
 std::vector<std::optional<Layout>> data_parallel(const Graph& graph) {
   std::vector<std::optional<Layout>> out(graph.values().size());
   for (size_t v = 0; v < out.size(); ++v) {
@@ -229,9 +231,9 @@ std::vector<std::optional<Layout>> data_parallel(const Graph& graph) {
     std::vector<AxisList> dims(value.shape.size());
     if (!value.is_parameter && !dims.empty()) {
       for (const Axis& axis : graph.mesh().axes()) {
-        AxisList longer = dims[0];
-        longer.push_back(graph.mesh().axis(axis.name));
-        if (is_even(value.shape[0], longer)) dims[0] = longer;
+        AxisList extended = dims[0];
+        extended.push_back(graph.mesh().axis(axis.name));
+        if (is_even(value.shape[0], extended)) dims[0] = extended;
       }
     }
     out[v] = Layout(graph.mesh(), std::move(dims));
@@ -257,14 +259,15 @@ AutoShard auto_shard(const Graph& graph, const CostModel& cost, const AutoShardO
                       "auto_shard: expected a width and a branch of at least 1, got ",
                       options.width, " and ", options.branch);
   AutoShard out;
-  const std::vector<Beginning> found = Beam(graph, cost, options).run();
+  const std::vector<BeamState> found = Beam(graph, cost, options).run();
   for (size_t i = 0; i < std::min<size_t>(found.size(), 4); ++i) {
-    out.alternatives.push_back(followed(concat("search ", i + 1), graph, found[i], cost, options));
+    out.alternatives.push_back(
+        alternative_of_state(concat("search ", i + 1), graph, found[i], cost, options));
   }
-  out.alternatives.push_back(
-      measured("data parallel", with_inputs(graph, data_parallel(graph)), cost, options));
-  out.alternatives.push_back(
-      measured("replicated inputs", with_inputs(graph, replicated(graph)), cost, options));
+  out.alternatives.push_back(planned_alternative(
+      "data parallel", with_inputs(graph, data_parallel(graph)), cost, options));
+  out.alternatives.push_back(planned_alternative(
+      "replicated inputs", with_inputs(graph, replicated(graph)), cost, options));
   std::stable_sort(out.alternatives.begin(), out.alternatives.end(),
                    [](const Alternative& a, const Alternative& b) {
                      return a.plan.seconds() < b.plan.seconds();
@@ -283,14 +286,14 @@ std::string AutoShard::explain(const Graph& graph) const {
                show_seconds(other.plan.reshard), ", computing ", show_seconds(other.plan.compute),
                ", gradients ", show_seconds(other.plan.gradients), ", ", other.plan.num_sends(),
                " collectives)");
-    constexpr size_t kShown = 3;
+    constexpr size_t kMaxShown = 3;
     size_t differences = 0;
     for (size_t n = 0; n < other.roles.size(); ++n) {
-      if (other.roles[n] == best.roles[n] || ++differences > kShown) continue;
+      if (other.roles[n] == best.roles[n] || ++differences > kMaxShown) continue;
       out += concat(differences == 1 ? ": " : ", ", graph.nodes()[n].rule.op, " by ",
                     other.roles[n], " instead of ", best.roles[n]);
     }
-    if (differences > kShown) out += concat(" and ", differences - kShown, " more");
+    if (differences > kMaxShown) out += concat(" and ", differences - kMaxShown, " more");
     out += '\n';
   }
   return out;

@@ -11,11 +11,11 @@ namespace torch_overlap::mesh {
 
 struct AutoShardOptions {
   bool training = false;
-  size_t width = 24;   // partial choices that are followed at a time
-  size_t branch = 12;  // strategies of one operator that are tried for each
+  size_t width = 24;   // number of partial choices kept at a time (beam width)
+  size_t branch = 12;  // number of strategies of one operator tried for each of them
 };
 
-// A whole graph laid out in one way, and what that costs.
+// A layout of a whole graph, and its cost.
 struct Alternative {
   std::string name;
   std::vector<std::string> roles;  // per node
@@ -24,16 +24,17 @@ struct Alternative {
 
 struct TORCH_OVERLAP_API AutoShard {
   GraphPlan plan;                         // the cheapest
-  std::vector<Alternative> alternatives;  // the cheapest first, then others that were compared
+  std::vector<Alternative> alternatives;  // cheapest first, then other compared plans
 
-  // Which one, by how much, over which others, and where each spends its time.
+  // Returns a report: the choice, its margin over the alternatives, and where each spends its time.
   std::string explain(const Graph& graph) const;
 };
 
-// Layouts for a graph whose inputs are free where they have no constraint: they are as the first
-// operator that takes them needs them. A search over the strategies of all operators, which follows
-// the `width` cheapest beginnings; then compared with everything replicated, and with the first
-// dimension of the inputs sharded over all axes while parameters are whole. Deterministic.
+// Chooses layouts for a graph. Inputs without a constraint are free: they get the layout that the
+// first operator that consumes them needs. A beam search over the strategies of all operators keeps
+// the `width` cheapest partial choices. Its result is compared with full replication, and with data
+// parallelism: the first dimension of the inputs is sharded over all axes and parameters are
+// replicated. Deterministic.
 TORCH_OVERLAP_API AutoShard auto_shard(const Graph& graph, const CostModel& cost,
                                        const AutoShardOptions& options = {});
 

@@ -20,7 +20,7 @@ constexpr std::array<std::pair<Collective, std::string_view>, 6> kCollectiveName
     {Collective::kBroadcast, "broadcast"},
 }};
 
-double hops(Collective what, int64_t ranks) {
+double num_hops(Collective what, int64_t ranks) {
   switch (what) {
     case Collective::kAllReduce:
       return 2.0 * static_cast<double>(ranks - 1);
@@ -31,7 +31,8 @@ double hops(Collective what, int64_t ranks) {
   }
 }
 
-// Below the first point the line runs to `start`, beyond the last one it goes on.
+// Interpolates between points. Below the first point the line runs to `start`; above the last point
+// it is extrapolated.
 double interpolate(const std::vector<Curve::Point>& points, double start, double bytes) {
   Curve::Point high = points.front();
   Curve::Point low{0, std::min(start, high.seconds)};
@@ -58,14 +59,15 @@ const Curve* nearest_curve(const LinkModel& link, Collective what, int64_t ranks
   return best;
 }
 
-double on_link(const LinkModel& link, Collective what, int64_t ranks, double bytes) {
+double link_seconds(const LinkModel& link, Collective what, int64_t ranks, double bytes) {
   if (const Curve* curve = nearest_curve(link, what, ranks)) {
-    const double same_wire = bytes * wire_bytes(what, ranks, 1) / wire_bytes(what, curve->ranks, 1);
-    const double more_hops = hops(what, ranks) - hops(what, curve->ranks);
-    return std::max(0.0,
-                    interpolate(curve->points, link.start, same_wire) + more_hops * link.latency);
+    const double equivalent_bytes =
+        bytes * wire_bytes(what, ranks, 1) / wire_bytes(what, curve->ranks, 1);
+    const double extra_hops = num_hops(what, ranks) - num_hops(what, curve->ranks);
+    return std::max(
+        0.0, interpolate(curve->points, link.start, equivalent_bytes) + extra_hops * link.latency);
   }
-  return link.start + hops(what, ranks) * link.latency +
+  return link.start + num_hops(what, ranks) * link.latency +
          wire_bytes(what, ranks, bytes) / link.bandwidth;
 }
 
@@ -75,7 +77,7 @@ void check_number(const std::string& model, std::string_view what, double value,
                       positive ? " above 0, got " : " of at least 0, got ", value);
 }
 
-// A tile of a product, and how near to the peak its inner loop runs.
+// A tile of a product, and the fraction of the peak that its inner loop reaches.
 struct Tile {
   double rows;
   double columns;
@@ -178,9 +180,10 @@ double CostModel::collective(Collective what, const std::vector<LinkLevel>& leve
                              double bytes) const {
   if (levels.empty()) return 0;
   if (levels.size() == 1) {
-    return on_link(link(levels[0].link), what, levels[0].size, bytes);
+    return link_seconds(link(levels[0].link), what, levels[0].size, bytes);
   }
-  // Fast links first: what they share out among their ranks is what the slower ones carry.
+  // Fast links come first: a slower link carries the data divided by the ranks of the faster
+  // levels.
   std::vector<std::pair<const LinkModel*, int64_t>> sorted;
   double ranks = 1;
   for (const LinkLevel& level : levels) {
@@ -192,23 +195,23 @@ double CostModel::collective(Collective what, const std::vector<LinkLevel>& leve
   });
   double slowest = 0;
   double latency = 0;
-  double most_latency = 0;
-  double inner = 1;  // ranks joined by the faster levels
+  double max_latency = 0;
+  double inner = 1;  // number of ranks joined by the faster levels
   for (const auto& [model, size] : sorted) {
     const double outer = inner * static_cast<double>(size);
-    double carried = bytes / inner;
-    if (what == Collective::kAllToAll) {  // what goes to the ranks that this level adds
-      carried = bytes * (outer - inner) / ranks / wire_bytes(what, size, 1);
+    double carried_bytes = bytes / inner;
+    if (what == Collective::kAllToAll) {  // data for the ranks that this level adds
+      carried_bytes = bytes * (outer - inner) / ranks / wire_bytes(what, size, 1);
     } else if (what == Collective::kPermute || what == Collective::kBroadcast) {
-      carried = bytes;
+      carried_bytes = bytes;
     }
-    const double own_latency = hops(what, size) * model->latency;
-    slowest = std::max(slowest, on_link(*model, what, size, carried));
+    const double own_latency = num_hops(what, size) * model->latency;
+    slowest = std::max(slowest, link_seconds(*model, what, size, carried_bytes));
     latency += own_latency;
-    most_latency = std::max(most_latency, own_latency);
+    max_latency = std::max(max_latency, own_latency);
     inner = outer;
   }
-  return slowest + latency - most_latency;
+  return slowest + latency - max_latency;
 }
 
 double CostModel::matmul(double m, double n, double k, int64_t element_size) const {
@@ -217,15 +220,16 @@ double CostModel::matmul(double m, double n, double k, int64_t element_size) con
   if (entry == device.flops.end()) --entry;
   const double flops = 2 * m * n * k;
   const double bytes = (m * k + k * n + m * n) * static_cast<double>(element_size);
-  const double heat = std::clamp(flops / 1e12 - 1, 0.0, 1.0);
-  const double rate = entry->second * (1 - heat * (1 - device.flops_hot));
+  const double throttling = std::clamp(flops / 1e12 - 1, 0.0, 1.0);
+  const double rate = entry->second * (1 - throttling * (1 - device.flops_hot));
   double compute = flops / rate;
   if (device.tiles) {
     compute = std::numeric_limits<double>::infinity();
     const auto processors = static_cast<double>(device.processors);
     for (const Tile& tile : kTiles) {
       const double tiles = std::ceil(m / tile.rows) * std::ceil(n / tile.columns);
-      // Too few tiles for all processors: several take parts of k, and their sums are added up.
+      // With too few tiles for all processors, several processors split k, and their sums are
+      // added.
       for (const double split : {1.0, 2.0, 4.0, 8.0}) {
         if (split > 1 && tiles * split > processors) break;
         const double waves = std::ceil(tiles * split / processors);
@@ -246,7 +250,7 @@ double CostModel::overlapped(Collective what, const std::vector<LinkLevel>& leve
   const double alone = collective(what, levels, bytes);
   double ranks = 1;
   for (const LinkLevel& level : levels) ranks *= static_cast<double>(level.size);
-  // What ranks have sent each other is read, and the sum written.
+  // The received data is read, and the sum is written.
   const double sum = (ranks + 1) * bytes / ranks / device.memory;
   const auto beside = [&](double moving) {
     const double chunks = moving + overlap.step * std::max(ranks - 2, 0.0);
@@ -257,7 +261,7 @@ double CostModel::overlapped(Collective what, const std::vector<LinkLevel>& leve
       return beside(alone);
     case Collective::kReduceScatter:
       return beside(alone) + sum;
-    case Collective::kAllReduce:  // gathered where ranks write to, then copied
+    case Collective::kAllReduce:  // gathered into the peers' buffers, then copied
       return beside(alone / 2) + sum + alone / 2 + 2 * bytes / device.memory;
     default:
       return alone + matmul_seconds;

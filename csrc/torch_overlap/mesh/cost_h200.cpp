@@ -1,5 +1,5 @@
-// Measured on H200s (NVLink 4, all pairs, no multicast; NCCL 2.28.9; bf16): the communicator's own
-// choice in CUDA graphs up to 16 MiB, among two ranks up to 4; NCCL eagerly above.
+// Measured on H200s (NVLink 4, all pairs, no multicast; NCCL 2.28.9; bf16). Up to 16 MiB (4 MiB for
+// two ranks) the times are of the communicator's own choice in CUDA graphs; above, of eager NCCL.
 // tests/python/mesh/test_h200.py compares them with benchmarks/results.
 
 #include "torch_overlap/mesh/cost.h"
@@ -29,10 +29,10 @@ CostModel CostModel::h200() {
   CostModel model;
   model.name = "h200";
   LinkModel& nvlink = model.links[kNvlink];
-  nvlink.start = 9e-6;       // the smallest call of NCCL
-  nvlink.latency = 0.7e-6;   // a flag to a peer and back into its cache
-  nvlink.bandwidth = 320e9;  // between the last two points of all_gather on 4 ranks
-  // all_gather and all_to_all: they send as much by the same kernels.
+  nvlink.start = 9e-6;       // the smallest NCCL call
+  nvlink.latency = 0.7e-6;   // a flag's store to a peer and its load there
+  nvlink.bandwidth = 320e9;  // slope between the last two points of all_gather on 4 ranks
+  // all_gather and all_to_all send the same number of bytes by the same kernels.
   const Rows small_on_2{{1, 2.7}, {64, 2.9}, {256, 3.4}, {1024, 6.0}, {4096, 15.0}};
   const Rows small_on_4{{1, 3.2},     {64, 3.8},     {256, 4.6},  {1024, 7.5},
                         {4096, 16.1}, {16384, 50.0}, {32768, 105}};
@@ -58,7 +58,7 @@ CostModel CostModel::h200() {
              {262144, 1188.3}}),
       curve(kAllGather, 2, small_on_2, {{16384, 54.2}, {65536, 159.1}, {262144, 555.3}}),
       curve(kAllGather, 4, small_on_4, {{65536, 190.2}, {262144, 662.3}}),
-      // The smallest: no slower than all_reduce, which is one and more.
+      // Small sizes are capped by all_reduce, which does strictly more.
       curve(kReduceScatter, 2,
             {{1, 2.6},
              {64, 3.0},
@@ -82,7 +82,7 @@ CostModel CostModel::h200() {
       curve(kAllToAll, 4, small_on_4, {{65536, 200.1}, {262144, 674.7}}),
       curve(kBroadcast, 2, {{16384, 64.8}, {65536, 206.0}, {262144, 753.6}}),
       curve(kBroadcast, 4, {{16384, 88.7}, {65536, 230.1}, {262144, 784.0}}),
-      // One exchange of two ranks: all_to_all among 2 with half the bytes.
+      // One exchange between two ranks: all_to_all on 2 ranks with half the bytes.
       curve(kPermute, 2, {{8192, 58.4}, {32768, 139.9}, {131072, 480.0}}),
   };
   LinkModel& network = model.links[kNetwork];
@@ -91,7 +91,7 @@ CostModel CostModel::h200() {
   network.bandwidth = 45e9;  // assumed: 90 % of 400 Gbit/s a GPU
 
   model.device.flops = {{1, 1350e12}, {2, 790e12}, {4, 48e12}, {8, 60e12}};
-  model.device.flops_hot = 0.89;  // 705 of 790 Tflop/s for products of 2 Tflop
+  model.device.flops_hot = 0.89;  // large products are limited by power
   model.device.memory = 3.9e12;
   model.device.processors = 132;
   model.device.kernel = 5e-6;

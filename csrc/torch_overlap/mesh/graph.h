@@ -13,14 +13,14 @@
 
 namespace torch_overlap::mesh {
 
-// What is known of one dimension before the layouts of a graph are chosen.
+// Constraint on one dimension before the layouts of a graph are chosen.
 struct DimConstraint {
   AxisList axes;
-  bool is_open = true;   // propagation may add axes behind these
-  int64_t priority = 0;  // 0 is heard first
+  bool is_open = true;   // propagation may append axes
+  int64_t priority = 0;  // 0 is applied first
 };
 
-// What is known of a value. Nothing said: every dimension is open and has no axes.
+// Constraint on a value. By default every dimension is open and has no axes.
 struct TORCH_OVERLAP_API Constraint {
   std::vector<DimConstraint> dims;
   std::vector<Partial> partial = {};
@@ -34,34 +34,34 @@ struct GraphValue {
   Shape shape;
   int64_t element_size = 4;
   std::optional<Constraint> constraint = std::nullopt;
-  bool is_parameter = false;  // its gradient is wanted where its value lies
+  bool is_parameter = false;  // its gradient must have the value's layout
 };
 
 struct GraphNode {
   OpRule rule;
-  std::vector<size_t> inputs;   // values
-  std::vector<size_t> outputs;  // values
+  std::vector<size_t> inputs;   // value indices
+  std::vector<size_t> outputs;  // value indices
 };
 
-// Operators in the order in which they run. A value is made by one node, or is an input.
+// Operators in execution order. A value is the output of one node, or an input.
 class TORCH_OVERLAP_API Graph {
  public:
   explicit Graph(Mesh mesh) : mesh_(std::move(mesh)) {}
 
-  // Returns the value's number. Errors: a constraint of another rank or with invalid axes.
+  // Returns the value's index. Errors: a constraint of another rank or with invalid axes.
   size_t add_value(GraphValue value);
-  // Returns the numbers of the outputs, which are new values. Errors: values that are not there or
-  // have other shapes than the rule.
+  // Returns the indices of the outputs, which are new values. Errors: input values that do not
+  // exist, or whose shapes differ from the rule's.
   std::vector<size_t> add_node(OpRule rule, std::vector<size_t> inputs,
                                std::vector<std::string> output_names, int64_t element_size);
-  // Where a value is wanted: it is brought there as soon as it is made.
+  // Constrains a value: it is resharded to the constraint right after it is computed.
   void constrain(size_t value, Constraint constraint);
 
   const Mesh& mesh() const noexcept { return mesh_; }
   const std::vector<GraphValue>& values() const noexcept { return values_; }
   const std::vector<GraphNode>& nodes() const noexcept { return nodes_; }
   bool is_input(size_t value) const { return producer_.at(value) < 0; }
-  bool is_result(size_t value) const { return !is_consumed_.at(value); }  // nobody takes it
+  bool is_result(size_t value) const { return !is_consumed_.at(value); }  // no node consumes it
 
  private:
   void check(const GraphValue& value) const;
@@ -73,26 +73,26 @@ class TORCH_OVERLAP_API Graph {
   std::vector<bool> is_consumed_;
 };
 
-// The axes that every dimension of every value should have: those of the constraints, carried along
-// the factors of the operators, forwards and backwards, until nothing changes. Constraints are
-// heard in the order of their priorities, up to `max_priority`; operators that only pass elements
-// on come before those that reduce. A dimension keeps what it has: it gets more axes behind it, if
-// it is open; where operands disagree, the longest common beginning goes on. Values that nobody
-// talks about stay replicated. Pending axes are left to propagate().
+// Returns the axes that every dimension of every value should have. The axes of the constraints are
+// propagated along the factors of the operators, forwards and backwards, to a fixed point.
+// Constraints are applied in the order of their priorities, up to `max_priority`. Operators that
+// only move elements come before those that reduce. A dimension keeps its axes, and more are
+// appended if it is open. If operands disagree, their longest common prefix is propagated. Values
+// that no constraint reaches stay replicated. Partial axes are left to propagate().
 TORCH_OVERLAP_API std::vector<std::vector<AxisList>> propagate_dims(const Graph& graph,
                                                                     int64_t max_priority = 1000);
 
-// How one node runs: what it needs, from where, and what it leaves.
+// Execution of one node: the layouts of its operands and results, and the reshards of its inputs.
 struct NodePlan {
   Strategy strategy;
   std::vector<Plan> plans;  // per input
 };
 
 struct TORCH_OVERLAP_API GraphPlan {
-  std::vector<Layout> layouts;  // per value, as it is made (or, an input, as it is given)
+  std::vector<Layout> layouts;  // per value: its layout when computed (or, for an input, as given)
   std::vector<NodePlan> nodes;
-  std::vector<std::pair<size_t, Plan>> results;  // values that end otherwise than they are made
-  // Seconds of a run: moving, computing; of a training step also the gradients.
+  std::vector<std::pair<size_t, Plan>> results;  // values that are resharded at the end
+  // Seconds of a run: reshards, compute, and for a training step also the reduction of gradients.
   double reshard = 0;
   double compute = 0;
   double gradients = 0;
@@ -103,14 +103,14 @@ struct TORCH_OVERLAP_API GraphPlan {
 };
 
 struct GraphOptions {
-  // Also count the backward pass: twice the products, the reshards again, and the reduction of the
-  // gradients of values that were whole where others were sharded.
+  // Also counts the backward pass: two more products, the reshards again, and the reduction of the
+  // gradients of values that were whole along axes on which others were sharded.
   bool training = false;
 };
 
-// Layouts by propagate_dims(), then each operator in turn by propagate(): what the operands
-// suggest, by cost. A value that was brought to some layout for one operator is there for the next
-// ones. No result stays pending.
+// Chooses layouts by propagate_dims(), then plans each operator in turn by propagate(), among the
+// layouts that the operands suggest, by cost. A value that was resharded for one operator is
+// available in that layout to the later ones. No result stays partial.
 TORCH_OVERLAP_API GraphPlan plan_graph(const Graph& graph, const CostModel& cost,
                                        const GraphOptions& options = {});
 

@@ -1,4 +1,4 @@
-// Axes carried along the factors of a graph's operators, both ways, to a fixed point.
+// Propagates axes along the factors of a graph's operators, in both directions, to a fixed point.
 
 #include <algorithm>
 #include <set>
@@ -16,21 +16,22 @@ struct DimState {
 };
 using ValueState = std::vector<DimState>;
 
-bool uses(const ValueState& value, const AxisRef& ref) {
+bool uses_axis(const ValueState& value, const AxisRef& ref) {
   return std::any_of(value.begin(), value.end(), [&](const DimState& dim) {
     return std::any_of(dim.axes.begin(), dim.axes.end(),
                        [&](const AxisRef& other) { return overlap(ref, other); });
   });
 }
 
-bool begins_with(const AxisList& list, const AxisList& start) {
+bool starts_with(const AxisList& list, const AxisList& start) {
   return start.size() <= list.size() && std::equal(start.begin(), start.end(), list.begin());
 }
 
-// Reads what every operand says of each factor, and writes the common opinion back.
-class NodeMerge {
+// Merges the axes of each factor over all operands of a node, and writes the result back.
+class NodePropagation {
  public:
-  NodeMerge(const GraphNode& node, std::vector<ValueState>& values) : node_(node), values_(values) {
+  NodePropagation(const GraphNode& node, std::vector<ValueState>& values)
+      : node_(node), values_(values) {
     for (size_t i = 0; i < node.inputs.size(); ++i) {
       operands_.emplace_back(&node.rule.inputs[i], node.inputs[i]);
     }
@@ -43,7 +44,7 @@ class NodeMerge {
     bool changed = false;
     for (size_t f = 0; f < node_.rule.factors.size(); ++f) {
       if (node_.rule.factors[f].kind == FactorKind::kWhole) continue;
-      const AxisList axes = opinion(static_cast<int32_t>(f));
+      const AxisList axes = merged_axes(static_cast<int32_t>(f));
       if (axes.empty()) continue;
       for (auto& [operand, value] : operands_) {
         for (size_t d = 0; d < operand->dims.size(); ++d) {
@@ -64,28 +65,28 @@ class NodeMerge {
     return out;
   }
 
-  // The strongest priority speaks; among equals the longest list that all others begin, else what
-  // all begin with.
-  AxisList opinion(int32_t factor) const {
-    std::vector<std::pair<int64_t, AxisList>> said;
+  // Returns the axes of the highest priority. Among equal priorities it is the longest list if all
+  // others are prefixes of it, otherwise their common prefix.
+  AxisList merged_axes(int32_t factor) const {
+    std::vector<std::pair<int64_t, AxisList>> proposed;
     for (const auto& [operand, value] : operands_) {
       for (size_t d = 0; d < operand->dims.size(); ++d) {
         const auto& dim = operand->dims[d];
         if (std::find(dim.begin(), dim.end(), factor) == dim.end()) continue;
         AxisList axes = read(node_.rule, *operand, values_[value], d, factor);
-        if (!axes.empty()) said.emplace_back(values_[value][d].priority, std::move(axes));
+        if (!axes.empty()) proposed.emplace_back(values_[value][d].priority, std::move(axes));
       }
     }
-    if (said.empty()) return {};
-    int64_t strongest = said[0].first;
-    for (const auto& [priority, axes] : said) strongest = std::min(strongest, priority);
+    if (proposed.empty()) return {};
+    int64_t strongest = proposed[0].first;
+    for (const auto& [priority, axes] : proposed) strongest = std::min(strongest, priority);
     AxisList best;
     bool is_first = true;
-    for (const auto& [priority, axes] : said) {
+    for (const auto& [priority, axes] : proposed) {
       if (priority != strongest) continue;
-      if (is_first || begins_with(axes, best)) {
+      if (is_first || starts_with(axes, best)) {
         best = axes;
-      } else if (!begins_with(best, axes)) {
+      } else if (!starts_with(best, axes)) {
         size_t same = 0;
         while (same < best.size() && same < axes.size() && best[same] == axes[same]) ++same;
         best.resize(same);
@@ -101,7 +102,8 @@ class NodeMerge {
     const auto at = std::find(factors.begin(), factors.end(), factor);
     DimState& dim = value[d];
     if (at == factors.end() || !dim.is_open) return false;
-    // What is before this factor must fill its own factors, what is behind must be free.
+    // The factors before this one must be filled by their own axes, and those after it must be
+    // free.
     const auto placed = axes_on_factors(node_.rule, factors, dim.axes);
     AxisList own;
     std::vector<int64_t> filled(node_.rule.factors.size(), 1);
@@ -109,7 +111,7 @@ class NodeMerge {
       filled[static_cast<size_t>(f)] *= ref.size;
       if (f == factor) own.push_back(ref);
     }
-    if (!begins_with(axes, own) || axes.size() == own.size()) return false;
+    if (!starts_with(axes, own) || axes.size() == own.size()) return false;
     for (auto before = factors.begin(); before != at; ++before) {
       const auto i = static_cast<size_t>(*before);
       if (filled[i] != node_.rule.factors[i].size) return false;
@@ -122,7 +124,7 @@ class NodeMerge {
     for (size_t i = own.size(); i < axes.size(); ++i) {
       const int64_t size = filled[static_cast<size_t>(factor)] * axes[i].size;
       const bool fits = factors.size() == 1 ? size <= info.size : info.size % size == 0;
-      if (!fits || uses(value, axes[i])) break;
+      if (!fits || uses_axis(value, axes[i])) break;
       dim.axes.push_back(axes[i]);
       filled[static_cast<size_t>(factor)] = size;
       changed = true;
@@ -135,19 +137,19 @@ class NodeMerge {
   std::vector<std::pair<const Operand*, size_t>> operands_;
 };
 
-bool reduces(const GraphNode& node) {
+bool is_reducing(const GraphNode& node) {
   return node.rule.compute == Compute::kProduct ||
          std::any_of(node.rule.factors.begin(), node.rule.factors.end(),
                      [](const Factor& f) { return f.kind == FactorKind::kReduced; });
 }
 
-void spread(const Graph& graph, std::vector<ValueState>& values) {
+void propagate_axes(const Graph& graph, std::vector<ValueState>& values) {
   for (const bool with_reducing : {false, true}) {
     for (bool changed = true; changed;) {
       changed = false;
       const auto visit = [&](const GraphNode& node) {
-        if (!with_reducing && reduces(node)) return;
-        changed = NodeMerge(node, values).run() || changed;
+        if (!with_reducing && is_reducing(node)) return;
+        changed = NodePropagation(node, values).run() || changed;
       };
       for (const GraphNode& node : graph.nodes()) visit(node);
       for (auto node = graph.nodes().rbegin(); node != graph.nodes().rend(); ++node) visit(*node);
@@ -167,25 +169,25 @@ std::vector<std::vector<AxisList>> propagate_dims(const Graph& graph, int64_t ma
   }
   for (const int64_t priority : priorities) {
     if (priority > max_priority) break;
-    // What is said with this priority is heard now; it keeps what stronger voices put there.
+    // Applies the constraints of this priority. Axes that higher priorities put there stay.
     for (size_t v = 0; v < values.size(); ++v) {
       if (!graph.values()[v].constraint) continue;
       const Constraint& constraint = *graph.values()[v].constraint;
       for (size_t d = 0; d < constraint.dims.size(); ++d) {
-        const DimConstraint& said = constraint.dims[d];
-        if (said.priority != priority) continue;
+        const DimConstraint& proposed = constraint.dims[d];
+        if (proposed.priority != priority) continue;
         DimState& dim = values[v][d];
-        if (begins_with(said.axes, dim.axes)) {
-          for (size_t i = dim.axes.size(); i < said.axes.size(); ++i) {
-            if (uses(values[v], said.axes[i])) break;
-            dim.axes.push_back(said.axes[i]);
+        if (starts_with(proposed.axes, dim.axes)) {
+          for (size_t i = dim.axes.size(); i < proposed.axes.size(); ++i) {
+            if (uses_axis(values[v], proposed.axes[i])) break;
+            dim.axes.push_back(proposed.axes[i]);
           }
         }
-        dim.is_open = said.is_open;
-        dim.priority = said.priority;
+        dim.is_open = proposed.is_open;
+        dim.priority = proposed.priority;
       }
     }
-    spread(graph, values);
+    propagate_axes(graph, values);
   }
   std::vector<std::vector<AxisList>> out;
   for (const ValueState& value : values) {

@@ -6,7 +6,7 @@
 namespace torch_overlap::mesh {
 namespace {
 
-// A value whose every dimension is closed is where it was put.
+// Returns the layout of a value whose dimensions are all closed.
 std::optional<Layout> fixed_layout(const Graph& graph, size_t value) {
   const auto& constraint = graph.values()[value].constraint;
   if (!constraint) return std::nullopt;
@@ -29,7 +29,7 @@ GraphPlan plan_graph(const Graph& graph, const CostModel& cost, const GraphOptio
                              constraint ? constraint->partial : std::vector<Partial>(),
                              constraint ? constraint->invariant : AxisList());
   }
-  std::vector<std::vector<Layout>> versions(graph.values().size());
+  std::vector<std::vector<Layout>> available_layouts(graph.values().size());
   std::vector<AxisList> reduced(
       graph.values().size());  // gradients are added up, then reduced once
   for (const GraphNode& node : graph.nodes()) {
@@ -39,8 +39,8 @@ GraphPlan plan_graph(const Graph& graph, const CostModel& cost, const GraphOptio
     for (const size_t v : node.inputs) {
       inputs.push_back(out.layouts[v]);
       sizes.push_back(graph.values()[v].element_size);
-      how.also.push_back(versions[v]);
-      how.reduced_gradients.push_back(reduced[v]);
+      how.also.push_back(available_layouts[v]);
+      how.reduced_gradient_axes.push_back(reduced[v]);
     }
     for (const size_t v : node.outputs) {
       sizes.push_back(graph.values()[v].element_size);
@@ -49,10 +49,11 @@ GraphPlan plan_graph(const Graph& graph, const CostModel& cost, const GraphOptio
     }
     Propagation found = propagate(node.rule, inputs, sizes, cost, how);
     for (size_t i = 0; i < node.inputs.size(); ++i) {
-      if (found.plans[i].num_sends() > 0) versions[node.inputs[i]].push_back(found.plans[i].to);
+      if (found.plans[i].num_sends() > 0)
+        available_layouts[node.inputs[i]].push_back(found.plans[i].to);
       out.reshard += found.plans[i].seconds();
       AxisList& axes = reduced[node.inputs[i]];
-      const AxisList& pending = found.chosen.pending_gradients[i];
+      const AxisList& pending = found.chosen.partial_gradient_axes[i];
       axes.insert(axes.end(), pending.begin(), pending.end());
     }
     for (size_t i = 0; i < node.outputs.size(); ++i) {
@@ -69,7 +70,7 @@ GraphPlan plan_graph(const Graph& graph, const CostModel& cost, const GraphOptio
       out.results.emplace_back(
           v, plan_reshard(out.layouts[v], *end, value.shape, value.element_size, cost));
       out.reshard += out.results.back().second.seconds();
-      versions[v].push_back(*end);
+      available_layouts[v].push_back(*end);
     }
   }
   if (options.training) {

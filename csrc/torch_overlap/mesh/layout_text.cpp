@@ -19,7 +19,8 @@ constexpr std::array<std::pair<ReduceKind, std::string_view>, 5> kReduceKindName
     {ReduceKind::kProduct, "product"},
 }};
 
-// Reads from the front of a text and says where it stopped when something else was expected.
+// Reads from the front of a text. An error reports the position at which something else was
+// expected.
 class Reader {
  public:
   explicit Reader(std::string_view text) : text_(text) {}
@@ -58,7 +59,7 @@ class Reader {
   size_t at_ = 0;
 };
 
-// "a,b]" up to and with the closing bracket.
+// Reads "a,b]" up to and including the closing bracket.
 AxisList read_axes(const Mesh& mesh, Reader& reader, std::string_view close) {
   AxisList out;
   if (reader.take(close)) return out;

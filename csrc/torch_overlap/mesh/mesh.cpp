@@ -115,8 +115,8 @@ AxisRef Mesh::axis(std::string_view text) const {
                           "'");
       const auto pre = parse_int(part.substr(1, close - 1), full);
       const auto size = parse_int(part.substr(close + 1), full);
-      constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-      TORCH_OVERLAP_CHECK(pre >= 1 && pre < kMost && size >= 1 && size < kMost, kValue, str(),
+      constexpr int64_t kMaxPart = std::numeric_limits<int32_t>::max();
+      TORCH_OVERLAP_CHECK(pre >= 1 && pre < kMaxPart && size >= 1 && size < kMaxPart, kValue, str(),
                           ": expected a part of an axis as in x:(2)4, got '", full, "'");
       ref.pre = static_cast<int32_t>(pre);
       ref.size = static_cast<int32_t>(size);
@@ -172,7 +172,8 @@ int64_t Mesh::coordinate_at(int64_t index, const AxisRef& ref) const noexcept {
 }
 
 std::vector<int64_t> Mesh::group_at(int64_t index, const AxisList& axes) const {
-  // The member with coordinate 0 on every axis, then all others from it, the last axis fastest.
+  // Start with the member whose coordinate is 0 on every axis, then enumerate the others, last axis
+  // fastest.
   int64_t base = index;
   std::vector<int64_t> steps;
   for (const AxisRef& ref : axes) {
@@ -259,7 +260,7 @@ int64_t size_of(const AxisList& axes) noexcept {
 
 bool overlap(const AxisRef& a, const AxisRef& b) noexcept {
   if (a.axis != b.axis) return false;
-  if (a == b) return true;  // also of size 1
+  if (a == b) return true;  // equal parts of size 1, too
   const AxisRef& first = a.pre <= b.pre ? a : b;
   const AxisRef& second = a.pre <= b.pre ? b : a;
   return second.pre % (int64_t{first.pre} * first.size) != 0;

@@ -9,13 +9,13 @@
 
 #include "torch_overlap/base/export.h"
 
-// The planner: where the parts of a tensor lie, which operators may run where they lie, what moves
-// them and what that costs. Values in, values out: no tensor, no communicator, no thread, no state.
-// Read mesh.h, layout.h, plan.h, rule.h, propagate.h, cost.h, graph.h in this order.
+// The planner: the layouts of tensors, the operators that can run on them, the communication that
+// converts between them, and its cost. Pure functions on values: no tensor, communicator, thread or
+// state. Read mesh.h, layout.h, plan.h, rule.h, propagate.h, cost.h, graph.h in this order.
 namespace torch_overlap::mesh {
 
-// One dimension of a mesh. `link` names what joins the ranks along it, a class of a CostModel
-// ("nvlink", "network"); empty: the mesh finds out from ranks_per_host.
+// One dimension of a mesh. `link`: link class that joins the ranks along it, a key of
+// CostModel::links ("nvlink", "network"). If empty, the mesh derives it from ranks_per_host.
 struct Axis {
   std::string name;
   int64_t size = 1;
@@ -24,9 +24,9 @@ struct Axis {
   friend bool operator==(const Axis&, const Axis&) = default;
 };
 
-// A whole axis of a mesh, or a part of one, which takes `size` of its coordinates after `pre` were
-// taken: printed `x`, `x:(pre)size`. Users name whole axes; parts come out of reshapes, where an
-// axis of 4 falls on two dimensions of 2.
+// A whole axis of a mesh, or a part of one: `size` of its coordinates, after a factor of `pre` that
+// precedes them. Printed as `x` or `x:(pre)size`. Users name whole axes; parts arise from reshapes,
+// for example if an axis of 4 is split over two dimensions of 2.
 struct AxisRef {
   int32_t axis = 0;
   int32_t pre = 1;
@@ -37,7 +37,7 @@ struct AxisRef {
 };
 using AxisList = std::vector<AxisRef>;  // major to minor
 
-// So many ranks of a group are joined by this class of link.
+// A number of ranks of a group that are joined by one class of link.
 struct LinkLevel {
   std::string link;
   int64_t size = 1;
@@ -45,17 +45,19 @@ struct LinkLevel {
   friend bool operator==(const LinkLevel&, const LinkLevel&) = default;
 };
 
-// Named axes over ranks. An *index* is a place in the mesh, row by row, first axis major; a *rank*
-// is a rank of the job, at any place: the two never mix. Immutable, cheap to copy, any thread.
+// Named axes over ranks. An *index* is a position in the mesh, row-major (first axis major). A
+// *rank* is a rank of the job, at any position. The two are never mixed. Immutable, cheap to copy.
+// Threads: any.
 class TORCH_OVERLAP_API Mesh {
  public:
   static constexpr int64_t kMaxAxes = 64;
 
-  // `ranks`: the rank at each index; empty: 0, 1, 2, ... `ranks_per_host`: rank r is on host
-  // r / ranks_per_host; 0: all on one. An axis without a link is then "nvlink" within a host.
+  // `ranks`: the rank at each index; if empty 0, 1, 2, ... `ranks_per_host`: rank r is on host r /
+  // ranks_per_host; 0: all ranks are on one host. An axis without a link is then "nvlink" within a
+  // host.
   explicit Mesh(std::vector<Axis> axes, std::vector<int64_t> ranks = {},
                 int64_t ranks_per_host = 0);
-  // "dp=2,tp=4": sizes by name.
+  // Parses "dp=2,tp=4": sizes by name.
   static Mesh parse(std::string_view text, int64_t ranks_per_host = 0);
 
   const std::vector<Axis>& axes() const noexcept { return data_->axes; }
@@ -63,8 +65,8 @@ class TORCH_OVERLAP_API Mesh {
   const std::vector<int64_t>& ranks() const noexcept { return data_->ranks; }
   int64_t ranks_per_host() const noexcept { return data_->ranks_per_host; }
 
-  // The axis of that name, whole; "x:(pre)size" a part of it. An unknown name is an error that
-  // lists the names there are.
+  // Returns the whole axis of that name, or a part of it for "x:(pre)size". An unknown name is an
+  // error that lists the valid names.
   AxisRef axis(std::string_view name) const;
   AxisList axis_list(const std::vector<std::string>& names) const;
   bool is_whole(const AxisRef& ref) const noexcept;
@@ -74,18 +76,18 @@ class TORCH_OVERLAP_API Mesh {
 
   // Errors: a rank that is not in the mesh.
   int64_t index_of(int64_t rank) const;
-  // Of the rank at `index`, along an axis or a part of one.
+  // Returns the coordinate of the rank at `index` along an axis or a part of one.
   int64_t coordinate_at(int64_t index, const AxisRef& ref) const noexcept;
   int64_t coordinate(int64_t rank, const AxisRef& ref) const {
     return coordinate_at(index_of(rank), ref);
   }
-  // The indices, or ranks, that differ from this one along `axes` only, in the order of `axes`,
-  // the first one major: the group of a collective over them.
+  // Returns the indices, or ranks, that differ from the given one along `axes` only, in the order
+  // of `axes` with the first one major: the group of a collective over them.
   std::vector<int64_t> group_at(int64_t index, const AxisList& axes) const;
   std::vector<int64_t> group(int64_t rank, const AxisList& axes) const;
 
-  // What joins the ranks of one group over `axes`, and how many at each level. Levels of one class
-  // are merged; those inside a host come first.
+  // Returns the link classes that join the ranks of one group over `axes`, and the size of each
+  // level. Levels of one class are merged; those inside a host come first.
   std::vector<LinkLevel> links(const AxisList& axes) const;
 
   std::string str() const;  // "Mesh(dp=2, tp=4)"
@@ -97,7 +99,7 @@ class TORCH_OVERLAP_API Mesh {
     std::vector<Axis> axes;
     std::vector<int64_t> strides;
     std::vector<int64_t> ranks;
-    std::vector<int64_t> index_by_rank;  // -1: not here
+    std::vector<int64_t> index_by_rank;  // -1: not in the mesh
     int64_t ranks_per_host = 0;
     size_t hash = 0;
   };
@@ -106,8 +108,8 @@ class TORCH_OVERLAP_API Mesh {
 
 TORCH_OVERLAP_API int64_t size_of(const AxisList& axes) noexcept;  // the product of their sizes
 
-// Do two parts of one axis share coordinates? Parts that cannot be told apart (neither begins at a
-// multiple of the other's end) count as sharing.
+// True if two parts of one axis share coordinates. Parts that cannot be separated (neither begins
+// at a multiple of the other's end) count as sharing.
 TORCH_OVERLAP_API bool overlap(const AxisRef& a, const AxisRef& b) noexcept;
 
 inline constexpr char kNvlink[] = "nvlink";

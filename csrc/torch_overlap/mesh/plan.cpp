@@ -40,14 +40,14 @@ void check(const Layout& from, const Layout& to, const Shape& shape, int64_t ele
                       "plan_reshard: expected an element size of at least 1, got ", element_size);
 }
 
-using Walk = std::vector<Edge> (*)(const Reshard&);
+using PathFinder = std::vector<Edge> (*)(const Reshard&);
 
-std::vector<Edge> best_walk(const Reshard& reshard) {
-  if (auto walk = cheapest_walk(reshard)) return *std::move(walk);
-  return greedy_walk(reshard);
+std::vector<Edge> find_best_path(const Reshard& reshard) {
+  if (auto walk = find_cheapest_path(reshard)) return *std::move(walk);
+  return find_greedy_path(reshard);
 }
 
-Plan plan_by(Walk walk, const Layout& from, const Layout& to, const Shape& shape,
+Plan plan_by(PathFinder walk, const Layout& from, const Layout& to, const Shape& shape,
              int64_t element_size, const CostModel& cost) {
   Plan plan{from, to, shape, element_size, {}};
   const Split split = split_refs(from, to, shape);
@@ -149,9 +149,9 @@ std::string Plan::explain() const {
 Plan plan_reshard(const Layout& from, const Layout& to, const Shape& shape, int64_t element_size,
                   const CostModel& cost) {
   check(from, to, shape, element_size);
-  Plan plan = plan_by(best_walk, from, to, shape, element_size, cost);
-  // A search that stopped halfway, on the way over a layout where parts meet, may lose to it.
-  Plan greedy = plan_by(greedy_walk, from, to, shape, element_size, cost);
+  Plan plan = plan_by(find_best_path, from, to, shape, element_size, cost);
+  // A search that stops at an intermediate layout may be worse than the greedy plan.
+  Plan greedy = plan_by(find_greedy_path, from, to, shape, element_size, cost);
   return plan.seconds() <= greedy.seconds() ? plan : greedy;
 }
 
@@ -161,13 +161,13 @@ double reshard_seconds(const Layout& from, const Layout& to, const Shape& shape,
   const Split split = split_refs(from, to, shape);
   if (split.meet) return plan_reshard(from, to, shape, element_size, cost).seconds();
   const Reshard reshard(split.layouts->first, split.layouts->second, shape, element_size, cost);
-  return reshard.seconds(best_walk(reshard));
+  return reshard.seconds(find_best_path(reshard));
 }
 
 Plan greedy_reshard(const Layout& from, const Layout& to, const Shape& shape, int64_t element_size,
                     const CostModel& cost) {
   check(from, to, shape, element_size);
-  return plan_by(greedy_walk, from, to, shape, element_size, cost);
+  return plan_by(find_greedy_path, from, to, shape, element_size, cost);
 }
 
 namespace {

@@ -13,43 +13,43 @@
 namespace torch_overlap::mesh {
 
 enum class StepKind : uint8_t {
-  kSlice,          // keep the own part of `dim` along `axes`; nothing is sent
-  kAllGather,      // join the parts of `dim` along `axes`, its minor-most
-  kAllReduce,      // reduce what is pending along `axes`
-  kReduceScatter,  // reduce what is pending along `axes`, each rank keeps its part of `dim`
-  kAllToAll,       // `axes` leave `from_dim`, whose parts are joined, and cut `dim`
-  kPermute,        // whole local tensors change places
-  kMakePartial,    // a replicated value becomes a pending one along `axes`; nothing is sent
-  kCast            // replicated <-> invariant along `axes`: only the gradient's meaning changes
+  kSlice,          // keep this rank's part of `dim` along `axes`; nothing is sent
+  kAllGather,      // concatenate the parts of `dim` along `axes`, its minor-most axes
+  kAllReduce,      // reduce along the partial `axes`
+  kReduceScatter,  // reduce along the partial `axes`; each rank keeps its part of `dim`
+  kAllToAll,       // move `axes` from `from_dim` (concatenated) to `dim` (split)
+  kPermute,        // permute whole local tensors among ranks
+  kMakePartial,    // make a replicated value partial along `axes`; nothing is sent
+  kCast  // replicated <-> invariant along `axes`: only the meaning of the gradient changes
 };
 
 TORCH_OVERLAP_API std::string_view to_string(StepKind kind);
 
-// One operation on every rank's local tensor. The group of a rank is mesh.group(rank, axes), whose
-// order is the order of the parts.
+// One operation on every rank's local tensor. A rank's group is mesh.group(rank, axes), in the
+// order of the parts.
 struct TORCH_OVERLAP_API Step {
   StepKind kind = StepKind::kCast;
   AxisList axes = {};
   int64_t dim = -1;
   int64_t from_dim = -1;
   ReduceKind reduce = ReduceKind::kSum;
-  // kPermute, `axes` in another order: a rank gets the tensor of the member of its group whose
-  // place is its own place in the order of `sources`.
+  // kPermute: `axes` in another order. A rank gets the tensor of the group member whose position is
+  // the rank's own position in the order of `sources`.
   AxisList sources = {};
   Layout before;
   Layout after;
-  int64_t ranks = 1;      // in a group
-  double bytes = 0;       // of the larger of a rank's input and output
-  double wire_bytes = 0;  // that a rank sends
+  int64_t ranks = 1;      // number of ranks in a group
+  double bytes = 0;       // the larger of a rank's input and output
+  double wire_bytes = 0;  // bytes that a rank sends
   double seconds = 0;
 
   bool sends() const noexcept;
-  // kPermute: the index in the mesh of the rank whose tensor the one at `index` gets.
+  // kPermute: returns the mesh index of the rank whose tensor the rank at `index` gets.
   int64_t source_at(int64_t index) const;
   std::string str() const;  // "all_gather dim 0 over [dp,tp]"
 };
 
-// How a tensor comes from one layout to another, step by step. A value.
+// A conversion from one layout to another, step by step. A value.
 struct TORCH_OVERLAP_API Plan {
   Layout from;
   Layout to;
@@ -60,29 +60,32 @@ struct TORCH_OVERLAP_API Plan {
   double seconds() const noexcept;
   double wire_bytes() const noexcept;
   int64_t num_sends() const noexcept;  // steps that communicate
-  // A line a step: what, over which axes, how many ranks, bytes, time, the layout afterwards.
+  // Returns one line per step: the operation, its axes, number of ranks, bytes, time and resulting
+  // layout.
   std::string explain() const;
 };
 
-// The cheapest way by `cost`, which is never worse than greedy_reshard(). Deterministic: equal
-// inputs give equal plans on every rank. Among plans of one cost: fewer steps, then a fixed order.
+// Returns the cheapest plan by `cost`, which is never worse than greedy_reshard(). Deterministic:
+// equal inputs give equal plans on every rank. Ties go to the plan with fewer steps, then to a
+// fixed order.
 //
-// Every way out of a pending sum begins with a reduction; replicated to pending needs no
-// communication. Where more than four axes change places, or the search would grow beyond reason,
-// it is the greedy plan. Errors: layouts of two meshes; a shape that has not their rank.
+// Every conversion out of a partial sum begins with a reduction. Replicated to partial needs no
+// communication. If more than four axes move, or the search would become too large, the result is
+// the greedy plan. Errors: layouts of two meshes; a shape whose rank differs from theirs.
 TORCH_OVERLAP_API Plan plan_reshard(const Layout& from, const Layout& to, const Shape& shape,
                                     int64_t element_size, const CostModel& cost);
 
-// plan_reshard(...).seconds(), for comparisons: no steps are written down.
+// Returns plan_reshard(...).seconds() without building the steps, for comparisons.
 TORCH_OVERLAP_API double reshard_seconds(const Layout& from, const Layout& to, const Shape& shape,
                                          int64_t element_size, const CostModel& cost);
 
-// What one would do by hand: reduce what is pending (and scatter it where the target wants it),
-// gather what is in the way, exchange single axes, slice. The baseline of plan_reshard().
+// Returns the plan that one would write by hand: reduce partial axes (and scatter them if the
+// target is sharded over them), gather axes that are in the wrong place, exchange single axes,
+// slice. The baseline of plan_reshard().
 TORCH_OVERLAP_API Plan greedy_reshard(const Layout& from, const Layout& to, const Shape& shape,
                                       int64_t element_size, const CostModel& cost);
 
-// "1.5 KB", "12.3 us": for reports.
+// Formats for reports: "1.5 KB", "12.3 us".
 TORCH_OVERLAP_API std::string show_bytes(double bytes);
 TORCH_OVERLAP_API std::string show_seconds(double seconds);
 

@@ -94,15 +94,15 @@ std::string Propagation::explain() const {
   for (size_t i = 0; i < plans.size(); ++i) {
     if (!plans[i].steps.empty()) out += concat("  input ", i, ": ", plans[i].explain());
   }
-  constexpr size_t kShown = 6;
-  for (size_t i = 0; i < std::min(strategies.size(), kShown); ++i) {
+  constexpr size_t kMaxShown = 6;
+  for (size_t i = 0; i < std::min(strategies.size(), kMaxShown); ++i) {
     const Strategy& s = strategies[i];
     out += concat(i == 0 ? "  chosen " : "  over   ", s.roles, ": ", show_seconds(s.seconds()),
                   " (inputs ", show_seconds(s.reshard), ", operator ", show_seconds(s.compute),
                   ", outputs ", show_seconds(s.after), ")\n");
   }
-  if (strategies.size() > kShown) {
-    out += concat("  and ", strategies.size() - kShown, " more\n");
+  if (strategies.size() > kMaxShown) {
+    out += concat("  and ", strategies.size() - kMaxShown, " more\n");
   }
   return out;
 }

@@ -8,8 +8,8 @@
 namespace torch_overlap::mesh {
 namespace {
 
-// Which factors share a dimension with others: they must be cut evenly.
-std::vector<bool> must_be_even(const OpRule& rule) {
+// Marks the factors that share a dimension with others: they must be split evenly.
+std::vector<bool> factors_cut_evenly(const OpRule& rule) {
   std::vector<bool> out(rule.factors.size(), false);
   for (const auto* operands : {&rule.inputs, &rule.outputs}) {
     for (const Operand& operand : *operands) {
@@ -32,34 +32,34 @@ class Search {
         element_sizes_(element_sizes),
         cost_(cost),
         options_(options),
-        even_(must_be_even(rule)) {
+        must_be_even_(factors_cut_evenly(rule)) {
     collect_units();
     collect_roles();
     collect_orders();
   }
 
-  // All that go together, cheapest first.
+  // Returns all valid combinations, cheapest first.
   std::vector<Strategy> run() {
     size_t count = 1;
     for (const auto& roles : roles_)
-      count = std::min(count * roles.size(), options_.most_strategies + 1);
+      count = std::min(count * roles.size(), options_.max_strategies + 1);
     std::vector<size_t> choice(units_.size(), 0);
-    if (count <= options_.most_strategies) {
+    if (count <= options_.max_strategies) {
       while (true) {
-        consider(choice);
+        try_roles(choice);
         size_t u = 0;
         while (u < choice.size() && ++choice[u] == roles_[u].size()) choice[u++] = 0;
         if (u == choice.size()) break;
       }
     } else {
-      descend();
+      coordinate_descent();
     }
     sort();
     return std::move(strategies_);
   }
 
  private:
-  // What an output is wanted as, or should be, if anybody said so.
+  // Returns the wanted or suggested layout of an output, or null.
   const Layout* suggested(size_t output) const {
     for (const auto* list : {&options_.wanted, &options_.suggested}) {
       if (output < list->size() && (*list)[output]) return &*(*list)[output];
@@ -69,7 +69,7 @@ class Search {
 
   bool is_free(size_t input) const { return (options_.free_inputs >> input & 1U) != 0; }
 
-  // A unit is an axis, or a part of one that some operand uses by itself.
+  // Collects the units: each is an axis, or a part of one that some operand uses by itself.
   void collect_units() {
     const auto add = [&](const AxisRef& ref) {
       if (std::find(units_.begin(), units_.end(), ref) == units_.end()) {
@@ -110,7 +110,7 @@ class Search {
           add_role(u, Role{{{static_cast<int32_t>(f), units_[u]}}});
         }
       }
-      for (size_t i = 0; i < inputs_.size(); ++i) suggest_pending(u, i);
+      for (size_t i = 0; i < inputs_.size(); ++i) suggest_partial(u, i);
       add_role(u, Role{});
     }
   }
@@ -134,14 +134,15 @@ class Search {
         }
       }
       if (!role.factors.empty()) add_role(unit, std::move(role));
-      // Alone, without the axes before it, it may fit where with them it does not.
+      // The axis by itself may fit where it does not fit after the axes before it.
       Role alone{axes_on_factors(rule_, operand.dims[d], {units_[unit]})};
       if (!alone.factors.empty()) add_role(unit, std::move(alone));
       for (const int32_t f : operand.dims[d]) suggest_major(unit, f);
     }
   }
 
-  // A factor that is not the first of a joined dimension is rarely of use there; the first one is.
+  // A factor that is not the first of a joined dimension is rarely useful; suggests the first one,
+  // too.
   void suggest_major(size_t unit, int32_t factor) {
     for (const auto* operands : {&rule_.inputs, &rule_.outputs}) {
       for (const Operand& operand : *operands) {
@@ -156,7 +157,7 @@ class Search {
     }
   }
 
-  void suggest_pending(size_t unit, size_t input) {
+  void suggest_partial(size_t unit, size_t input) {
     for (const Partial& p : inputs_[input].partial()) {
       if (!(p.axis == units_[unit])) continue;
       for (size_t i = 0; i < rule_.patterns.size(); ++i) {
@@ -168,7 +169,7 @@ class Search {
     }
   }
 
-  // Where several axes share a factor they keep the order that an operand has them in.
+  // Axes that share a factor keep the order that they have in an operand.
   void collect_orders() {
     order_.resize(rule_.factors.size());
     const auto read = [&](const Operand& operand, const Layout& layout) {
@@ -192,18 +193,19 @@ class Search {
     for (const size_t i : by_size) read(rule_.inputs[i], inputs_[i]);
   }
 
-  // Every axis by itself, round after round, until nothing gets better: for meshes of many axes.
-  void descend() {
+  // Changes one axis at a time, round after round, until nothing improves. Used for meshes of many
+  // axes.
+  void coordinate_descent() {
     std::vector<size_t> best(units_.size());
     for (size_t u = 0; u < units_.size(); ++u) best[u] = roles_[u].size() - 1;
-    double seconds = consider(best).value_or(0);
+    double seconds = try_roles(best).value_or(0);
     for (bool changed = true; changed;) {
       changed = false;
       for (size_t u = 0; u < units_.size(); ++u) {
         std::vector<size_t> choice = best;
         for (size_t r = 0; r < roles_[u].size(); ++r) {
           choice[u] = r;
-          const std::optional<double> now = consider(choice);
+          const std::optional<double> now = try_roles(choice);
           if (now && *now < seconds) {
             seconds = *now;
             best = choice;
@@ -214,8 +216,8 @@ class Search {
     }
   }
 
-  // Adds the strategy of these roles, where they go together.
-  std::optional<double> consider(const std::vector<size_t>& choice) {
+  // Adds the strategy of these roles if they are compatible.
+  std::optional<double> try_roles(const std::vector<size_t>& choice) {
     std::vector<AxisList> by_factor(rule_.factors.size());
     std::vector<const Role*> pending(units_.size(), nullptr);
     AxisList used;
@@ -233,7 +235,8 @@ class Search {
     }
     for (size_t f = 0; f < by_factor.size(); ++f) {
       if (by_factor[f].empty()) continue;
-      if (even_[f] && rule_.factors[f].size % size_of(by_factor[f]) != 0) return std::nullopt;
+      if (must_be_even_[f] && rule_.factors[f].size % size_of(by_factor[f]) != 0)
+        return std::nullopt;
       const AxisList& order = order_[f];
       const auto place = [&](const AxisRef& ref) {
         return std::find(order.begin(), order.end(), ref) - order.begin();
@@ -269,7 +272,7 @@ class Search {
         const auto& pattern = rule_.patterns[static_cast<size_t>(pending[u]->pattern)];
         if ((pattern.inputs >> i & 1U) != 0) partial.push_back({units_[u], pending[u]->kind});
       }
-      if ((rule_.addends >> i & 1U) != 0) {
+      if ((rule_.addend_inputs >> i & 1U) != 0) {
         partial.insert(partial.end(), reduced.begin(), reduced.end());
       }
       strategy.inputs.emplace_back(inputs_[i].mesh(), *dims, std::move(partial), invariant);
@@ -285,8 +288,9 @@ class Search {
       strategy.after += after(i, strategy.outputs[i]);
     }
     for (size_t i = 0; i < inputs_.size(); ++i) {
-      strategy.pending_gradients.push_back(pending_gradient(i, strategy.inputs[i], used));
-      strategy.gradients += gradient(i, strategy.inputs[i], strategy.pending_gradients.back());
+      strategy.partial_gradient_axes.push_back(
+          find_partial_gradient_axes(i, strategy.inputs[i], used));
+      strategy.gradients += gradient(i, strategy.inputs[i], strategy.partial_gradient_axes.back());
     }
     strategy.roles = describe(choice);
     strategies_.push_back(std::move(strategy));
@@ -303,12 +307,13 @@ class Search {
     });
   }
 
-  // Nothing where the factors of one dimension are cut so that its parts are not contiguous.
+  // Returns nullopt if the factors of one dimension are split such that its parts are not
+  // contiguous.
   std::optional<std::vector<AxisList>> dims_of(const Operand& operand,
                                                const std::vector<AxisList>& by_factor) const {
     std::vector<AxisList> out(operand.dims.size());
     for (size_t d = 0; d < operand.dims.size(); ++d) {
-      bool is_full = true;  // are all factors before cut into single elements?
+      bool is_full = true;  // true if all factors before are split into single elements
       for (const int32_t f : operand.dims[d]) {
         const AxisList& axes = by_factor[static_cast<size_t>(f)];
         if (size_of(axes) > 1 && !is_full) return std::nullopt;
@@ -319,9 +324,9 @@ class Search {
     return out;
   }
 
-  // An axis that nobody uses here is invariant for the outputs if it is for every input, where one
-  // that has to be brought there (it was sharded or pending) can be what the others are. Otherwise
-  // gradients along it are pending, and no input stays invariant.
+  // An axis that no operand uses is invariant for the outputs if it is invariant for every input.
+  // An input that has to be resharded to it (it was sharded or partial) can become what the others
+  // are. Otherwise gradients along the axis are partial, and no input stays invariant.
   AxisList invariant_axes(const AxisList& used) const {
     AxisList candidates = units_;
     for (const Layout& input : inputs_) {
@@ -343,7 +348,7 @@ class Search {
 
   double reshard(size_t input, const Layout& needed) {
     if (is_free(input) || needed == inputs_[input]) return 0;
-    auto& known = known_[input];
+    auto& known = reshard_seconds_cache_[input];
     const auto found = known.find(needed.hash());
     if (found != known.end() && found->second.first == needed) return found->second.second;
     const auto from = [&](const Layout& layout) {
@@ -358,10 +363,12 @@ class Search {
     return seconds;
   }
 
-  // The gradient of an input that was whole along an axis on which the others were not is pending.
-  AxisList pending_gradient(size_t input, const Layout& needed, const AxisList& used) const {
+  // Returns the axes along which the gradient of an input is partial: the input was whole, and
+  // others were not.
+  AxisList find_partial_gradient_axes(size_t input, const Layout& needed,
+                                      const AxisList& used) const {
     AxisList pending;
-    if ((rule_.no_gradient >> input & 1U) != 0) return pending;
+    if ((rule_.no_gradient_inputs >> input & 1U) != 0) return pending;
     for (const AxisRef& ref : used) {
       if (!needed.uses(ref)) pending.push_back(ref);
     }
@@ -369,10 +376,11 @@ class Search {
   }
 
   double gradient(size_t input, const Layout& needed, AxisList pending) const {
-    if (input < options_.reduced_gradients.size()) {
-      const AxisList& paid = options_.reduced_gradients[input];
+    if (input < options_.reduced_gradient_axes.size()) {
+      const AxisList& already_reduced = options_.reduced_gradient_axes[input];
       std::erase_if(pending, [&](const AxisRef& ref) {
-        return std::find(paid.begin(), paid.end(), ref) != paid.end();
+        return std::find(already_reduced.begin(), already_reduced.end(), ref) !=
+               already_reduced.end();
       });
     }
     if (pending.empty()) return 0;
@@ -389,7 +397,7 @@ class Search {
     if (target == layout) return 0;
     const double seconds = reshard_seconds(layout, target, rule_.outputs[output].shape,
                                            element_sizes_[inputs_.size() + output], cost_);
-    return is_wanted ? seconds : kPendingShare * seconds;
+    return is_wanted ? seconds : kPartialReduceShare * seconds;
   }
 
   std::string describe(const std::vector<size_t>& choice) const {
@@ -402,7 +410,7 @@ class Search {
                       rule_.factors[static_cast<size_t>(factor)].name);
       }
       if (role.pattern >= 0) {
-        out += concat(out.empty() ? "" : ", ", mesh.name(units_[u]), " pending");
+        out += concat(out.empty() ? "" : ", ", mesh.name(units_[u]), " partial");
       }
     }
     return out.empty() ? "replicated" : out;
@@ -419,11 +427,12 @@ class Search {
   const std::vector<int64_t>& element_sizes_;
   const CostModel& cost_;
   const PropagateOptions& options_;
-  const std::vector<bool> even_;
+  const std::vector<bool> must_be_even_;
   AxisList units_;
   std::vector<std::vector<Role>> roles_;  // per unit
   std::vector<AxisList> order_;           // per factor
-  std::unordered_map<size_t, std::unordered_map<size_t, std::pair<Layout, double>>> known_;
+  std::unordered_map<size_t, std::unordered_map<size_t, std::pair<Layout, double>>>
+      reshard_seconds_cache_;
   std::vector<Strategy> strategies_;
 };
 
@@ -445,7 +454,7 @@ std::vector<std::pair<int32_t, AxisRef>> axes_on_factors(const OpRule& rule,
   size_t at = 0;
   int64_t left = factor(0).size;
   for (AxisRef axis : axes) {
-    if (axis.size == 1) out.emplace_back(dim[at], axis);  // cuts nothing
+    if (axis.size == 1) out.emplace_back(dim[at], axis);  // splits nothing
     while (axis.size > 1) {
       while (left == 1 && at + 1 < dim.size()) left = factor(++at).size;
       if (factor(at).kind == FactorKind::kWhole) return out;

@@ -8,13 +8,13 @@
 namespace torch_overlap::mesh {
 namespace {
 
-std::vector<AxisList> without_ones(const Layout& layout) {
+std::vector<AxisList> dims_without_unit_axes(const Layout& layout) {
   std::vector<AxisList> dims = layout.dims();
   for (AxisList& axes : dims) std::erase_if(axes, [](const AxisRef& ref) { return ref.size == 1; });
   return dims;
 }
 
-std::vector<Partial> partial_without_ones(const Layout& layout) {
+std::vector<Partial> partial_without_unit_axes(const Layout& layout) {
   std::vector<Partial> partial = layout.partial();
   std::erase_if(partial, [](const Partial& p) { return p.axis.size == 1; });
   return partial;
@@ -24,7 +24,7 @@ bool contains(const AxisList& list, const AxisRef& ref) {
   return std::find(list.begin(), list.end(), ref) != list.end();
 }
 
-// Parts of one axis that follow each other are that axis again, where only the group matters.
+// Merges consecutive parts of one axis. Valid if only the group matters.
 AxisList merged(const AxisList& axes) {
   AxisList out;
   for (const AxisRef& ref : axes) {
@@ -62,15 +62,15 @@ Reshard::Reshard(const Layout& from, const Layout& to, const Shape& shape, int64
       shape_(shape),
       cost_(cost),
       element_size_(static_cast<double>(element_size)) {
-  const std::vector<AxisList> from_dims = without_ones(from);
-  const std::vector<AxisList> to_dims = without_ones(to);
-  const std::vector<Partial> from_partial = partial_without_ones(from);
-  const std::vector<Partial> to_partial = partial_without_ones(to);
+  const std::vector<AxisList> from_dims = dims_without_unit_axes(from);
+  const std::vector<AxisList> to_dims = dims_without_unit_axes(to);
+  const std::vector<Partial> from_partial = partial_without_unit_axes(from);
+  const std::vector<Partial> to_partial = partial_without_unit_axes(to);
   const auto in = [](const std::vector<Partial>& list, const Partial& item) {
     return std::find(list.begin(), list.end(), item) != list.end();
   };
   for (const Partial& p : to_partial) {
-    (in(from_partial, p) ? frozen_partial_ : new_partial_).push_back(p);
+    (in(from_partial, p) ? kept_partial_ : new_partial_).push_back(p);
   }
   const auto id = [&](const AxisRef& ref) {
     const auto found = std::find(atoms_.begin(), atoms_.end(), ref);
@@ -84,14 +84,14 @@ Reshard::Reshard(const Layout& from, const Layout& to, const Shape& shape, int64
   };
   start_.place.fill(State::kReplicated);
   goal_.place.fill(State::kReplicated);
-  frozen_.resize(shape.size());
+  kept_axes_.resize(shape.size());
   for (size_t d = 0; d < shape.size(); ++d) {
     const AxisList& a = from_dims[d];
     const AxisList& b = to_dims[d];
     size_t same = 0;
     while (same < a.size() && same < b.size() && a[same] == b[same]) ++same;
-    frozen_[d].assign(a.begin(), a.begin() + static_cast<int64_t>(same));
-    base_.push_back(largest_chunk(shape[d], frozen_[d]));
+    kept_axes_[d].assign(a.begin(), a.begin() + static_cast<int64_t>(same));
+    kept_sizes_.push_back(largest_chunk(shape[d], kept_axes_[d]));
     const auto put = [&](State& state, const AxisList& list) {
       for (size_t i = same; i < list.size(); ++i) {
         const size_t atom = id(list[i]);
@@ -103,9 +103,9 @@ Reshard::Reshard(const Layout& from, const Layout& to, const Shape& shape, int64
     put(goal_, b);
   }
   for (const Partial& p : from_partial) {
-    if (in(frozen_partial_, p)) continue;
+    if (in(kept_partial_, p)) continue;
     const size_t atom = id(p.axis);
-    start_.place[atom] = State::kPending;
+    start_.place[atom] = State::kPartial;
     reduces_[atom] = p.kind;
   }
 }
@@ -118,7 +118,7 @@ bool Reshard::is_goal(const State& state) const noexcept {
   return true;
 }
 
-AtomList Reshard::in_dim(const State& state, size_t dim) const noexcept {
+AtomList Reshard::atoms_in_dim(const State& state, size_t dim) const noexcept {
   AtomList out;
   for (size_t i = 0; i < atoms_.size(); ++i) {
     if (state.place[i] == static_cast<int8_t>(dim)) ++out.count;
@@ -132,14 +132,14 @@ AtomList Reshard::in_dim(const State& state, size_t dim) const noexcept {
 }
 
 bool Reshard::divides(size_t dim, int64_t parts) const noexcept {
-  return shape_[dim] % (size_of(frozen_[dim]) * parts) == 0;
+  return shape_[dim] % (size_of(kept_axes_[dim]) * parts) == 0;
 }
 
 double Reshard::bytes(const State& state) const noexcept {
   double out = element_size_;
-  for (size_t d = 0; d < base_.size(); ++d) {
-    int64_t size = base_[d];
-    for (const uint8_t atom : in_dim(state, d))
+  for (size_t d = 0; d < kept_sizes_.size(); ++d) {
+    int64_t size = kept_sizes_[d];
+    for (const uint8_t atom : atoms_in_dim(state, d))
       size = (size + atoms_[atom].size - 1) / atoms_[atom].size;
     out *= static_cast<double>(size);
   }
@@ -150,8 +150,9 @@ State Reshard::apply(const State& state, const Edge& edge) const noexcept {
   if (edge.kind == StepKind::kPermute) return edge.after;
   State next = state;
   const bool leaves = edge.kind == StepKind::kAllGather || edge.kind == StepKind::kAllReduce;
-  int8_t at =
-      leaves ? int8_t{0} : static_cast<int8_t>(in_dim(state, static_cast<size_t>(edge.dim)).count);
+  int8_t at = leaves
+                  ? int8_t{0}
+                  : static_cast<int8_t>(atoms_in_dim(state, static_cast<size_t>(edge.dim)).count);
   for (const uint8_t atom : edge.atoms) {
     next.place[atom] = leaves ? State::kReplicated : edge.dim;
     next.order[atom] = leaves ? int8_t{0} : at++;
@@ -201,16 +202,16 @@ double Reshard::seconds(const std::vector<Edge>& walk) const {
 }
 
 Layout Reshard::layout(const State& state, bool is_last) const {
-  std::vector<AxisList> dims = frozen_;
-  std::vector<Partial> partial = frozen_partial_;
+  std::vector<AxisList> dims = kept_axes_;
+  std::vector<Partial> partial = kept_partial_;
   for (size_t d = 0; d < dims.size(); ++d) {
-    for (const uint8_t atom : in_dim(state, d)) dims[d].push_back(atoms_[atom]);
+    for (const uint8_t atom : atoms_in_dim(state, d)) dims[d].push_back(atoms_[atom]);
   }
   for (size_t i = 0; i < atoms_.size(); ++i) {
-    if (state.place[i] == State::kPending) partial.push_back({atoms_[i], reduces_[i]});
+    if (state.place[i] == State::kPartial) partial.push_back({atoms_[i], reduces_[i]});
   }
-  // An axis is invariant as long as it was so at the start and is replicated; where it becomes
-  // replicated on the way, it is what the target says.
+  // An axis that was invariant at the start stays invariant while it is replicated. An axis that
+  // becomes replicated on the way takes the state that the target gives it.
   const Layout plain(from_.mesh(), dims, partial);
   AxisList invariant;
   for (const AxisRef& ref : from_.invariant()) {
@@ -254,12 +255,12 @@ std::vector<Step> Reshard::steps(const std::vector<Edge>& walk) const {
     state = next;
   }
   Layout last = layout(state, false);
-  // What becomes pending, one kind after the other.
+  // New partial axes are added one kind after the other.
   for (size_t i = 0; i < new_partial_.size(); ++i) {
     const ReduceKind kind = new_partial_[i].kind;
-    const auto is_of_kind = [&](const Partial& p) { return p.kind == kind; };
+    const auto has_reduce_kind = [&](const Partial& p) { return p.kind == kind; };
     const auto begin = new_partial_.begin();
-    if (std::any_of(begin, begin + static_cast<int64_t>(i), is_of_kind)) continue;
+    if (std::any_of(begin, begin + static_cast<int64_t>(i), has_reduce_kind)) continue;
     std::vector<Partial> partial = last.partial();
     AxisList invariant = last.invariant();
     AxisList axes;
@@ -302,7 +303,7 @@ std::vector<Step> Reshard::steps(const std::vector<Edge>& walk) const {
 
 namespace {
 
-// Where an axis is cut, per axis of the mesh; rising, each divides the next where they fit.
+// Cut positions of each axis of the mesh, increasing. Each one divides the next if the parts fit.
 using Cuts = std::vector<std::vector<int32_t>>;
 
 Cuts cuts_of(const Layout& from, const Layout& to) {
@@ -342,9 +343,9 @@ AxisList pieces(const AxisRef& ref, const Cuts& cuts) {
   return out;
 }
 
-// The same where the end of `ref` need not be a cut: so is an invariant axis, of which a part may
+// Same as pieces(), for an axis whose end need not be a cut: only a part of an invariant axis may
 // be used in the other layout.
-AxisList pieces_and_rest(const AxisRef& ref, const Cuts& cuts) {
+AxisList pieces_and_remainder(const AxisRef& ref, const Cuts& cuts) {
   AxisList out = pieces(ref, cuts);
   const int32_t begin = out.back().pre * out.back().size;
   const int32_t end = ref.pre * ref.size;
@@ -353,26 +354,26 @@ AxisList pieces_and_rest(const AxisRef& ref, const Cuts& cuts) {
   return out;
 }
 
-// The layout up to the first axis in each dimension that cannot be cut as needed; the same layout
-// where all can.
-Layout up_to_misfits(const Layout& layout, const Cuts& cuts, const Shape& shape) {
+// Returns the layout truncated in each dimension at the first axis that cannot be split as needed;
+// the same layout if all can.
+Layout truncate_at_misfits(const Layout& layout, const Cuts& cuts, const Shape& shape) {
   std::vector<AxisList> dims = layout.dims();
   std::vector<Partial> partial = layout.partial();
-  const auto misfit = [&](const AxisRef& ref) {
+  const auto is_misfit = [&](const AxisRef& ref) {
     return !fits(cuts[static_cast<size_t>(ref.axis)]);
   };
   for (size_t d = 0; d < dims.size(); ++d) {
     const bool even = is_even(shape[d], dims[d]);
     const auto bad = std::find_if(dims[d].begin(), dims[d].end(), [&](const AxisRef& ref) {
-      return misfit(ref) || (!even && pieces(ref, cuts).size() > 1);
+      return is_misfit(ref) || (!even && pieces(ref, cuts).size() > 1);
     });
     dims[d].erase(bad, dims[d].end());
   }
-  std::erase_if(partial, [&](const Partial& p) { return misfit(p.axis); });
+  std::erase_if(partial, [&](const Partial& p) { return is_misfit(p.axis); });
   return Layout(layout.mesh(), std::move(dims), std::move(partial));
 }
 
-Layout in_pieces(const Layout& layout, const Cuts& cuts) {
+Layout split_layout(const Layout& layout, const Cuts& cuts) {
   std::vector<AxisList> dims(layout.num_dims());
   std::vector<Partial> partial;
   for (size_t d = 0; d < dims.size(); ++d) {
@@ -385,7 +386,7 @@ Layout in_pieces(const Layout& layout, const Cuts& cuts) {
   }
   AxisList invariant;
   for (const AxisRef& ref : layout.invariant()) {
-    for (const AxisRef& piece : pieces_and_rest(ref, cuts)) invariant.push_back(piece);
+    for (const AxisRef& piece : pieces_and_remainder(ref, cuts)) invariant.push_back(piece);
   }
   return Layout(layout.mesh(), std::move(dims), std::move(partial), std::move(invariant));
 }
@@ -396,12 +397,12 @@ Split split_refs(const Layout& from, const Layout& to, const Shape& shape) {
   const Cuts cuts = cuts_of(from, to);
   Split out;
   for (const Layout* end : {&from, &to}) {
-    const Layout kept = up_to_misfits(*end, cuts, shape);
+    const Layout kept = truncate_at_misfits(*end, cuts, shape);
     if (kept.dims() == end->dims() && kept.partial() == end->partial()) continue;
     out.meet = kept;
     return out;
   }
-  out.layouts.emplace(in_pieces(from, cuts), in_pieces(to, cuts));
+  out.layouts.emplace(split_layout(from, cuts), split_layout(to, cuts));
   return out;
 }
 

@@ -1,4 +1,4 @@
-// Dijkstra's algorithm over the places of at most four atoms: some hundred states, mostly far
+// Dijkstra's algorithm over the places of at most four atoms: a few hundred states, usually far
 // fewer.
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 namespace torch_overlap::mesh {
 namespace {
 
-constexpr size_t kMostAtoms = 4;
-constexpr size_t kMostStates = 20000;
+constexpr size_t kMaxSearchAtoms = 4;
+constexpr size_t kMaxSearchStates = 20000;
 
 struct Node {
   State state;
@@ -36,16 +36,17 @@ uint64_t key_of(const Reshard& reshard, const State& state) {
 class Neighbours {
  public:
   Neighbours(const Reshard& reshard, const State& state) : reshard_(reshard), state_(state) {
-    for (size_t d = 0; d < reshard.num_dims(); ++d) lists_.push_back(reshard.in_dim(state, d));
-    slices();
-    reductions();
-    moves();
-    permutes();
+    for (size_t d = 0; d < reshard.num_dims(); ++d)
+      lists_.push_back(reshard.atoms_in_dim(state, d));
+    add_slices();
+    add_reductions();
+    add_gathers_and_all_to_alls();
+    add_permutes();
   }
   const std::vector<Edge>& edges() const noexcept { return edges_; }
 
  private:
-  void slices() {
+  void add_slices() {
     for (size_t i = 0; i < reshard_.num_atoms(); ++i) {
       if (state_.place[i] != State::kReplicated || reshard_.goal().place[i] < 0) continue;
       for (size_t d = 0; d < lists_.size(); ++d) {
@@ -56,25 +57,25 @@ class Neighbours {
     }
   }
 
-  // Every set of pending atoms, reduced, or scattered in the order in which the target has them.
-  void reductions() {
+  // Adds the reduction of every set of partial atoms, or their scatter in the order of the target.
+  void add_reductions() {
     std::vector<size_t> pending;
     for (size_t i = 0; i < reshard_.num_atoms(); ++i) {
-      if (state_.place[i] == State::kPending) pending.push_back(i);
+      if (state_.place[i] == State::kPartial) pending.push_back(i);
     }
     std::sort(pending.begin(), pending.end(), [&](size_t a, size_t b) {
       return std::tuple(reshard_.goal().order[a], a) < std::tuple(reshard_.goal().order[b], b);
     });
     for (uint32_t mask = 1; mask < (1U << pending.size()); ++mask) {
       Edge edge{.kind = StepKind::kAllReduce};
-      bool is_one_kind = true;
+      bool is_same_reduction = true;
       for (size_t i = 0; i < pending.size(); ++i) {
         if ((mask >> i & 1U) == 0) continue;
         edge.atoms.push_back(pending[i]);
-        is_one_kind =
-            is_one_kind && reshard_.reduce_of(pending[i]) == reshard_.reduce_of(edge.atoms.ids[0]);
+        is_same_reduction = is_same_reduction &&
+                            reshard_.reduce_of(pending[i]) == reshard_.reduce_of(edge.atoms.ids[0]);
       }
-      if (!is_one_kind) continue;
+      if (!is_same_reduction) continue;
       edges_.push_back(edge);
       edge.kind = StepKind::kReduceScatter;
       for (size_t d = 0; d < lists_.size(); ++d) {
@@ -84,8 +85,8 @@ class Neighbours {
     }
   }
 
-  // The last atoms of a dimension are gathered, or go to another dimension.
-  void moves() {
+  // Adds gathers of the last atoms of a dimension, and their moves to another dimension.
+  void add_gathers_and_all_to_alls() {
     for (size_t d = 0; d < lists_.size(); ++d) {
       for (uint8_t count = 1; count <= lists_[d].count; ++count) {
         Edge edge{.kind = StepKind::kAllGather, .dim = static_cast<int8_t>(d)};
@@ -104,20 +105,20 @@ class Neighbours {
     }
   }
 
-  // Other atoms, or the same in another order, where every dimension is cut into as many parts and
-  // more atoms come home.
-  void permutes() {
+  // Adds permutes: each dimension gets other atoms, or the same in another order, such that the
+  // number of its parts is unchanged and more atoms are at their goal.
+  void add_permutes() {
     for (const AtomList& list : lists_) {
       int64_t parts = 1;
       for (const uint8_t atom : list) parts *= reshard_.atom_size(atom);
-      parts_.push_back(parts);
+      num_parts_.push_back(parts);
     }
-    home_ = at_home(lists_);
+    num_atoms_at_goal_ = num_atoms_at_goal(lists_);
     std::vector<AtomList> lists(lists_.size());
-    arrange(0, 1, 0, lists);
+    search_permutations(0, 1, 0, lists);
   }
 
-  int at_home(const std::vector<AtomList>& lists) const {
+  int num_atoms_at_goal(const std::vector<AtomList>& lists) const {
     int count = 0;
     for (size_t d = 0; d < lists.size(); ++d) {
       for (uint8_t i = 0; i < lists[d].count; ++i) {
@@ -129,22 +130,22 @@ class Neighbours {
     return count;
   }
 
-  // Goes on with dimension `dim`, which is in `parts` so far; `used` has a bit for each atom.
-  void arrange(size_t dim, int64_t parts, uint64_t used, std::vector<AtomList>& lists) {
-    while (dim < lists.size() && parts == parts_[dim]) {
+  // Continues with dimension `dim`, which has `parts` parts so far. `used`: bit mask of atoms.
+  void search_permutations(size_t dim, int64_t parts, uint64_t used, std::vector<AtomList>& lists) {
+    while (dim < lists.size() && parts == num_parts_[dim]) {
       ++dim;
       parts = 1;
     }
     if (dim == lists.size()) {
-      if (at_home(lists) > home_) add_permute(lists, used);
+      if (num_atoms_at_goal(lists) > num_atoms_at_goal_) add_permute(lists, used);
       return;
     }
     for (size_t i = 0; i < reshard_.num_atoms(); ++i) {
       const int64_t more = parts * reshard_.atom_size(i);
-      if ((used >> i & 1U) != 0 || parts_[dim] % more != 0) continue;
-      if (state_.place[i] == State::kPending) continue;
+      if ((used >> i & 1U) != 0 || num_parts_[dim] % more != 0) continue;
+      if (state_.place[i] == State::kPartial) continue;
       lists[dim].push_back(i);
-      arrange(dim, more, used | uint64_t{1} << i, lists);
+      search_permutations(dim, more, used | uint64_t{1} << i, lists);
       --lists[dim].count;
     }
   }
@@ -152,14 +153,14 @@ class Neighbours {
   void add_permute(const std::vector<AtomList>& lists, uint64_t used) {
     Edge edge{.kind = StepKind::kPermute, .after = state_};
     for (size_t d = 0; d < lists.size(); ++d) {
-      if (!add_places(edge, d, lists[d])) return;
+      if (!add_group_change(edge, d, lists[d])) return;
       for (uint8_t i = 0; i < lists[d].count; ++i) {
         edge.after.place[lists[d].ids[i]] = static_cast<int8_t>(d);
         edge.after.order[lists[d].ids[i]] = static_cast<int8_t>(i);
       }
     }
-    // Of the ranks that have the same part, each sends to one: those that differ along atoms that
-    // come, to those that differ along atoms that go.
+    // Among ranks with equal parts each sends to one rank: ranks that differ along incoming atoms
+    // send to ranks that differ along outgoing atoms.
     for (size_t i = 0; i < reshard_.num_atoms(); ++i) {
       const bool is_in = state_.place[i] >= 0;
       const bool will_be_in = (used >> i & 1U) != 0;
@@ -171,9 +172,9 @@ class Neighbours {
     edges_.push_back(edge);
   }
 
-  // What of this dimension changes, in the shortest runs of atoms that make as many parts before
-  // and after. False: they would not be the same parts.
-  bool add_places(Edge& edge, size_t dim, const AtomList& after) const {
+  // Adds the change of this dimension in the shortest runs of atoms that have equal numbers of
+  // parts before and after. Returns false if the parts would differ.
+  bool add_group_change(Edge& edge, size_t dim, const AtomList& after) const {
     const AtomList& before = lists_[dim];
     int64_t parts = 1;
     for (uint8_t i = 0, j = 0; i < before.count;) {
@@ -189,9 +190,9 @@ class Neighbours {
         }
       }
       parts *= own;
-      const bool is_one = i - first == 1 && j - other_first == 1;
-      if (is_one && before.ids[first] == after.ids[other_first]) continue;
-      if (!is_one && !reshard_.divides(dim, parts)) return false;
+      const bool is_single_atom = i - first == 1 && j - other_first == 1;
+      if (is_single_atom && before.ids[first] == after.ids[other_first]) continue;
+      if (!is_single_atom && !reshard_.divides(dim, parts)) return false;
       for (uint8_t k = first; k < i; ++k) edge.atoms.push_back(before.ids[k]);
       for (uint8_t k = other_first; k < j; ++k) edge.sources.push_back(after.ids[k]);
     }
@@ -201,12 +202,12 @@ class Neighbours {
   const Reshard& reshard_;
   const State& state_;
   std::vector<AtomList> lists_;
-  std::vector<int64_t> parts_;  // per dimension: into how many it is cut
-  int home_ = 0;                // atoms that are where they belong
+  std::vector<int64_t> num_parts_;  // per dimension: number of its parts
+  int num_atoms_at_goal_ = 0;       // number of atoms at their goal
   std::vector<Edge> edges_;
 };
 
-std::vector<Edge> walk_to(const std::vector<Node>& nodes, int32_t last) {
+std::vector<Edge> path_to(const std::vector<Node>& nodes, int32_t last) {
   std::vector<Edge> walk;
   for (int32_t i = last; nodes[static_cast<size_t>(i)].parent >= 0;
        i = nodes[static_cast<size_t>(i)].parent) {
@@ -218,8 +219,8 @@ std::vector<Edge> walk_to(const std::vector<Node>& nodes, int32_t last) {
 
 }  // namespace
 
-std::optional<std::vector<Edge>> cheapest_walk(const Reshard& reshard) {
-  if (reshard.num_atoms() > kMostAtoms) return std::nullopt;
+std::optional<std::vector<Edge>> find_cheapest_path(const Reshard& reshard) {
+  if (reshard.num_atoms() > kMaxSearchAtoms) return std::nullopt;
   std::vector<Node> nodes{{.state = reshard.start()}};
   std::unordered_map<uint64_t, int32_t> known{{key_of(reshard, reshard.start()), 0}};
   using Entry = std::tuple<double, int32_t, int32_t>;  // seconds, steps, node: ties in this order
@@ -231,8 +232,8 @@ std::optional<std::vector<Edge>> cheapest_walk(const Reshard& reshard) {
     if (nodes[static_cast<size_t>(at)].done) continue;
     nodes[static_cast<size_t>(at)].done = true;
     const Node here = nodes[static_cast<size_t>(at)];
-    if (reshard.is_goal(here.state)) return walk_to(nodes, at);
-    if (nodes.size() > kMostStates) return std::nullopt;
+    if (reshard.is_goal(here.state)) return path_to(nodes, at);
+    if (nodes.size() > kMaxSearchStates) return std::nullopt;
     const Neighbours neighbours(reshard, here.state);
     for (const Edge& edge : neighbours.edges()) {
       const State next = reshard.apply(here.state, edge);

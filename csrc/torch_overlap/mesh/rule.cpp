@@ -33,7 +33,7 @@ std::string operand_string(const OpRule& rule, const Operand& operand) {
 
 // --- The text of an equation --------------------------------------------------------------------
 
-constexpr int64_t kUnknown = -1;  // the size of a factor that no shape has given yet
+constexpr int64_t kUnknown = -1;  // size of a factor before any shape gives it
 
 struct Name {
   std::string text;

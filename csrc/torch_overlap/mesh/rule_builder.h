@@ -9,7 +9,7 @@
 
 namespace torch_overlap::mesh {
 
-// Puts a rule together. Inside the planner only: see rule.h for what a rule means.
+// Builds a rule. Internal to the planner; rule.h defines the meaning of a rule.
 class RuleBuilder {
  public:
   explicit RuleBuilder(std::string op) { rule_.op = std::move(op); }
@@ -17,7 +17,7 @@ class RuleBuilder {
   OpRule& rule() noexcept { return rule_; }
   int32_t factor(std::string name, int64_t size, FactorKind kind = FactorKind::kParallel,
                  ReduceKind reduce = ReduceKind::kSum);
-  // The factors of a dimension that is one factor: none where its size is 1.
+  // Returns the factors of a dimension that is one factor: none if its size is 1.
   std::vector<int32_t> dim(std::string name, int64_t size, FactorKind kind = FactorKind::kParallel,
                            ReduceKind reduce = ReduceKind::kSum);
   void input(Shape shape, std::vector<std::vector<int32_t>> dims) {
@@ -33,11 +33,11 @@ class RuleBuilder {
   OpRule rule_;
 };
 
-// d, or d + rank where it is negative. Errors: out of range.
+// Returns d, or d + rank if d is negative. Errors: out of range.
 size_t normal_dim(std::string_view op, int64_t dim, size_t rank);
-// "a", "b", ... for the dimensions of a shape.
+// Returns "a", "b", ... for the dimensions of a shape.
 std::string dim_name(size_t dim);
-// torch's broadcasting. Errors: sizes that are neither equal nor 1.
+// Applies torch's broadcasting. Errors: sizes that are neither equal nor 1.
 Shape broadcast_shape(std::string_view op, const std::vector<Shape>& shapes);
 
 }  // namespace torch_overlap::mesh

@@ -45,7 +45,8 @@ OpRule elementwise_rule(std::string_view op, const std::vector<Shape>& inputs, E
   RuleBuilder builder{std::string(op)};
   const Shape shape = broadcast_shape(op, inputs);
   std::vector<std::vector<int32_t>> out;
-  // Also a dimension of size 1 has a factor: one rank has it where it is cut, and computes it.
+  // A dimension of size 1 has a factor, too: if it is sharded, one rank has the element and
+  // computes it.
   for (size_t d = 0; d < shape.size(); ++d) out.push_back({builder.factor(dim_name(d), shape[d])});
   for (const Shape& input : inputs) {
     const size_t skip = shape.size() - input.size();
@@ -96,7 +97,7 @@ OpRule matmul_rule(const Shape& a, const Shape& b) {
   std::vector<int32_t> row_factors;
   for (size_t d = 0; d < batch.size(); ++d) {
     out.push_back(builder.dim(concat("b", d), batch[d]));
-    // A batch that the second input lacks is more rows of one product.
+    // A batch dimension that the second input does not have adds rows to one product.
     const size_t missing = batch.size() - b_batch.size();
     const bool shared = d >= missing && b_batch[d - missing] != 1;
     auto& list = shared ? batch_factors : row_factors;
@@ -163,7 +164,7 @@ OpRule linear_rule(const Shape& x, const Shape& weight, bool has_bias) {
   if (has_bias) {
     builder.input({weight[0]}, {n});
     bias = bit(2);
-    builder.rule().addends = bias;
+    builder.rule().addend_inputs = bias;
   }
   builder.output(std::move(shape), std::move(out));
   builder.pattern(bit(0) | bias, kLinearKinds);
@@ -266,7 +267,7 @@ OpRule conv_rule(const Shape& x, const Shape& weight, const Shape& output, int64
   std::vector<int32_t> rows = batch;
   std::vector<int32_t> inner = in;
   for (size_t d = 2; d < x.size(); ++d) {
-    // A part of an image needs its neighbours' borders.
+    // A part of an image would need its neighbours' borders.
     x_dims.push_back(builder.dim(concat("x", d - 2), x[d], FactorKind::kWhole));
     w_dims.push_back(builder.dim(concat("w", d - 2), weight[d], FactorKind::kWhole));
     y_dims.push_back(builder.dim(concat("y", d - 2), output[d], FactorKind::kWhole));
@@ -279,7 +280,7 @@ OpRule conv_rule(const Shape& x, const Shape& weight, const Shape& output, int64
   if (has_bias) {
     builder.input({weight[0]}, {with_group(out)});
     bias = bit(2);
-    builder.rule().addends = bias;
+    builder.rule().addend_inputs = bias;
   }
   builder.output(output, std::move(y_dims));
   builder.pattern(bit(0) | bias, kLinearKinds);

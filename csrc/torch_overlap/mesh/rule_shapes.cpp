@@ -47,40 +47,40 @@ OpRule reshape_rule(const Shape& from, const Shape& to) {
   const auto whole = [&](std::vector<int32_t>& dim, int64_t size) {
     if (size != 1) dim.push_back(builder.factor(name(), size, FactorKind::kWhole));
   };
-  // Both sides are cut into common factors, the majors first, as long as there are any; what has
-  // none, up to where both sides have the same number of elements behind them, stays whole.
+  // Both sides are split into common factors, major first. If there is no common factor, the
+  // dimensions stay whole up to where both sides have equal numbers of elements left.
   size_t i = 0;
   size_t j = 0;
-  int64_t left_in = 1;   // what is left of dimension i - 1
-  int64_t left_out = 1;  // what is left of dimension j - 1
+  int64_t unmatched_in = 1;   // rest of dimension i - 1
+  int64_t unmatched_out = 1;  // rest of dimension j - 1
   const bool is_empty = num_elements(from) == 0;
   while (!is_empty) {
-    while (left_in == 1 && i < from.size()) left_in = from[i++];
-    while (left_out == 1 && j < to.size()) left_out = to[j++];
-    if (left_in == 1 || left_out == 1) break;
-    const int64_t common = std::gcd(left_in, left_out);
+    while (unmatched_in == 1 && i < from.size()) unmatched_in = from[i++];
+    while (unmatched_out == 1 && j < to.size()) unmatched_out = to[j++];
+    if (unmatched_in == 1 || unmatched_out == 1) break;
+    const int64_t common = std::gcd(unmatched_in, unmatched_out);
     if (common > 1) {
       const int32_t factor = builder.factor(name(), common);
       in[i - 1].push_back(factor);
       out[j - 1].push_back(factor);
-      left_in /= common;
-      left_out /= common;
-      if (left_in == 1 || left_out == 1) continue;
+      unmatched_in /= common;
+      unmatched_out /= common;
+      if (unmatched_in == 1 || unmatched_out == 1) continue;
     }
-    int64_t behind_in = left_in;
-    int64_t behind_out = left_out;
-    whole(in[i - 1], left_in);
-    whole(out[j - 1], left_out);
-    while (behind_in != behind_out) {
-      if (behind_in < behind_out) {
+    int64_t remaining_in = unmatched_in;
+    int64_t remaining_out = unmatched_out;
+    whole(in[i - 1], unmatched_in);
+    whole(out[j - 1], unmatched_out);
+    while (remaining_in != remaining_out) {
+      if (remaining_in < remaining_out) {
         whole(in[i], from[i]);
-        behind_in *= from[i++];
+        remaining_in *= from[i++];
       } else {
         whole(out[j], to[j]);
-        behind_out *= to[j++];
+        remaining_out *= to[j++];
       }
     }
-    left_in = left_out = 1;
+    unmatched_in = unmatched_out = 1;
   }
   if (is_empty) {
     for (size_t d = 0; d < from.size(); ++d) whole(in[d], from[d]);
@@ -219,7 +219,7 @@ OpRule take_rule(const Shape& table, const Shape& index, int64_t dim) {
   builder.input(index, std::move(indices));
   builder.output(std::move(shape), std::move(out));
   builder.pattern(1, kAllKinds);
-  builder.rule().no_gradient = 2;
+  builder.rule().no_gradient_inputs = 2;
   builder.rule().note =
       concat("where dimension ", at,
              " of the table is sharded: indices minus the offset of the own part, zeros for those "

@@ -29,7 +29,7 @@ void for_each_offset(const Shape& shape, const std::vector<Extent>& box, const V
   }
 }
 
-Shape sizes_of(const std::vector<Extent>& extents) {
+Shape sizes_of_extents(const std::vector<Extent>& extents) {
   Shape out;
   for (const Extent& extent : extents) out.push_back(extent.size);
   return out;
@@ -79,8 +79,8 @@ std::vector<Extent> whole(const Shape& shape) {
   return out;
 }
 
-// The part of dimension `dim` of size n that the member at this place of the group keeps.
-Extent own_chunk(const Mesh& mesh, const AxisList& axes, int64_t index, int64_t n) {
+// Returns the part of [0, n), sharded along `axes`, that the rank at this mesh index keeps.
+Extent local_chunk(const Mesh& mesh, const AxisList& axes, int64_t index, int64_t n) {
   std::vector<int64_t> sizes;
   std::vector<int64_t> coordinates;
   for (const AxisRef& ref : axes) {
@@ -90,8 +90,8 @@ Extent own_chunk(const Mesh& mesh, const AxisList& axes, int64_t index, int64_t 
   return chunk(n, sizes, coordinates);
 }
 
-// The arrays of a group side by side along `dim`.
-Array side_by_side(const std::vector<Array>& parts, size_t dim) {
+// Concatenates the arrays of a group along `dim`.
+Array concatenate(const std::vector<Array>& parts, size_t dim) {
   Shape shape = parts[0].shape;
   shape[dim] = 0;
   for (const Array& one : parts) shape[dim] += one.shape[dim];
@@ -108,11 +108,11 @@ Array side_by_side(const std::vector<Array>& parts, size_t dim) {
 Array sliced(const Mesh& mesh, const Step& step, int64_t index, const Array& array) {
   std::vector<Extent> box = whole(array.shape);
   const auto dim = static_cast<size_t>(step.dim);
-  box[dim] = own_chunk(mesh, step.axes, index, array.shape[dim]);
+  box[dim] = local_chunk(mesh, step.axes, index, array.shape[dim]);
   return part(array, box);
 }
 
-Array made_partial(const Mesh& mesh, const Step& step, int64_t index, Array array) {
+Array make_partial_local(const Mesh& mesh, const Step& step, int64_t index, Array array) {
   bool is_first = true;
   for (const AxisRef& ref : step.axes) is_first = is_first && mesh.coordinate_at(index, ref) == 0;
   const bool is_additive = step.reduce == ReduceKind::kSum || step.reduce == ReduceKind::kProduct;
@@ -125,7 +125,7 @@ Array made_partial(const Mesh& mesh, const Step& step, int64_t index, Array arra
 }  // namespace
 
 Array part(const Array& array, const std::vector<Extent>& extents) {
-  Array out{sizes_of(extents), {}};
+  Array out{sizes_of_extents(extents), {}};
   out.data.reserve(static_cast<size_t>(num_elements(out.shape)));
   for_each_offset(array.shape, extents,
                   [&](size_t offset) { out.data.push_back(array.data[offset]); });
@@ -138,7 +138,7 @@ Locals distribute(const Array& global, const Layout& layout) {
     Array local = part(global, extents_at(layout, global.shape, index));
     for (const Partial& p : layout.partial()) {
       const Step step{.axes = {p.axis}, .reduce = p.kind, .before = layout, .after = layout};
-      local = made_partial(layout.mesh(), step, index, std::move(local));
+      local = make_partial_local(layout.mesh(), step, index, std::move(local));
     }
     out.push_back(std::move(local));
   }
@@ -150,7 +150,7 @@ Array collect(const Locals& locals, const Layout& layout, const Shape& shape) {
   TORCH_OVERLAP_CHECK(static_cast<int64_t>(locals.size()) == mesh.size(), kValue,
                       "collect: expected one array for each of the ", mesh.size(), " ranks, got ",
                       locals.size());
-  // Sums and averages commute with each other, other kinds come alone.
+  // Sums and averages commute with each other; another kind occurs only by itself.
   Locals values = locals;
   for (const Partial& p : layout.partial()) {
     Locals next;
@@ -164,9 +164,9 @@ Array collect(const Locals& locals, const Layout& layout, const Shape& shape) {
   for (int64_t index = 0; index < mesh.size(); ++index) {
     const std::vector<Extent> box = extents_at(layout, shape, index);
     const Array& local = values[static_cast<size_t>(index)];
-    TORCH_OVERLAP_CHECK(local.shape == sizes_of(box), kValue, "collect: expected shape ",
-                        list_string(sizes_of(box)), " at index ", index, " for ", layout.str(),
-                        ", got ", list_string(local.shape));
+    TORCH_OVERLAP_CHECK(local.shape == sizes_of_extents(box), kValue, "collect: expected shape ",
+                        list_string(sizes_of_extents(box)), " at index ", index, " for ",
+                        layout.str(), ", got ", list_string(local.shape));
     size_t i = 0;
     for_each_offset(shape, box, [&](size_t offset) {
       const double value = local.data[i++];
@@ -200,28 +200,28 @@ Locals run_step(const Step& step, const Locals& locals, const Shape& shape) {
       case StepKind::kAllGather: {
         std::vector<Array> parts;
         for (const int64_t member : group) parts.push_back(locals[static_cast<size_t>(member)]);
-        out.push_back(side_by_side(parts, dim));
+        out.push_back(concatenate(parts, dim));
         break;
       }
       case StepKind::kAllToAll: {
-        std::vector<Array> parts;  // of every member, what it cuts off for this rank
+        std::vector<Array> parts;  // the part that every member sends to this rank
         for (const int64_t member : group) {
           parts.push_back(sliced(mesh, step, index, locals[static_cast<size_t>(member)]));
         }
-        out.push_back(side_by_side(parts, static_cast<size_t>(step.from_dim)));
+        out.push_back(concatenate(parts, static_cast<size_t>(step.from_dim)));
         break;
       }
       case StepKind::kPermute:
         out.push_back(locals[static_cast<size_t>(step.source_at(index))]);
         break;
       case StepKind::kMakePartial:
-        out.push_back(made_partial(mesh, step, index, own));
+        out.push_back(make_partial_local(mesh, step, index, own));
         break;
       case StepKind::kCast:
         out.push_back(own);
         break;
     }
-    const Shape expected = sizes_of(extents_at(step.after, shape, index));
+    const Shape expected = sizes_of_extents(extents_at(step.after, shape, index));
     TORCH_OVERLAP_CHECK(out.back().shape == expected, kValue, "simulate: expected shape ",
                         list_string(expected), " at index ", index, " after ", step.str(), ", got ",
                         list_string(out.back().shape));

@@ -7,11 +7,12 @@
 #include "torch_overlap/mesh/layout.h"
 #include "torch_overlap/mesh/plan.h"
 
-// Plans on real numbers, all ranks of a mesh of any size in one process: what a plan claims is what
-// happens here. Every step does what its collective does, and looks at nothing but the step.
+// Simulates plans on real numbers, for all ranks of a mesh of any size in one process, to verify
+// what a plan claims. Every step performs the data movement of its collective and uses only the
+// step.
 namespace torch_overlap::mesh {
 
-// A dense array, the last dimension fastest.
+// A dense row-major array.
 struct Array {
   Shape shape;
   std::vector<double> data;
@@ -22,14 +23,14 @@ struct Array {
 // One local array per index of the mesh.
 using Locals = std::vector<Array>;
 
-// The part at these extents.
+// Returns the part at these extents.
 TORCH_OVERLAP_API Array part(const Array& array, const std::vector<Extent>& extents);
 
-// A global array laid out. What is pending is whole on the first rank of its group, and the neutral
-// element of the reduction on the others (the value itself for max, min and avg).
+// Distributes a global array by a layout. A partial value is whole on the first rank of its group,
+// and the neutral element of the reduction on the others (the value itself for max, min and avg).
 TORCH_OVERLAP_API Locals distribute(const Array& global, const Layout& layout);
-// The global array of local ones: pending values are reduced in the order of the group. Errors:
-// copies that differ, by bits; local shapes that the layout does not give.
+// Returns the global array of local ones. Partial values are reduced in the order of the group.
+// Errors: copies that are not bitwise equal; local shapes that the layout does not give.
 TORCH_OVERLAP_API Array collect(const Locals& locals, const Layout& layout, const Shape& shape);
 
 TORCH_OVERLAP_API Locals run_step(const Step& step, const Locals& locals, const Shape& shape);

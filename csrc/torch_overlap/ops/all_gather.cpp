@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::string_view kAllGather = "all_gather";
 
-// All ranks' x behind each other along `dim`, in rank order; contiguous.
+// Allocates the concatenation of every rank's x along `dim`, in rank order; contiguous.
 Tensor all_gather_out(const Tensor& x, int64_t dim, int64_t group_size, std::string_view grad) {
   check_group_size(kAllGather, group_size);
   check_choice(kAllGather, "grad", "R I", grad);
@@ -16,8 +16,8 @@ Tensor all_gather_out(const Tensor& x, int64_t dim, int64_t group_size, std::str
   return at::empty_symint(sizes, x.options());
 }
 
-// Gathering along the outermost dimension needs no copy. Along another one, the ranks' parts arrive
-// side by side and are put in order by one copy.
+// Gathers along the outermost dimension without a copy. Along another dimension the ranks' parts
+// arrive side by side, and one copy puts them in order.
 Tensor all_gather_kernel(const Tensor& x, int64_t dim, std::string_view comm, int64_t group_size,
                          std::string_view grad) {
   auto out = all_gather_out(x, dim, group_size, grad);
@@ -36,13 +36,13 @@ Tensor all_gather_kernel(const Tensor& x, int64_t dim, std::string_view comm, in
   return out;
 }
 
-// Nothing can be copied after the gathering here: x is put in order before, and the result is a
-// transposed view of what arrives.
-Started start(const Tensor& x, int64_t dim, std::string_view comm, int64_t group_size) {
+// Nothing can be copied after an asynchronous gather, so x is copied into order before it, and the
+// result is a transposed view of the received data.
+StartedOp start(const Tensor& x, int64_t dim, std::string_view comm, int64_t group_size) {
   check_group_size(kAllGather, group_size);
   dim = wrap_dim(kAllGather, x, dim, "dim");
   const auto communicator = find_comm(kAllGather, comm, group_size);
-  const auto mine = sent_later(dim_first(x, dim), x);
+  const auto mine = clone_if_unversioned(dim_first(x, dim), x);
   auto sizes = mine.sizes().vec();
   sizes[0] *= group_size;
   const auto gathered = at::empty(sizes, x.options());
@@ -55,7 +55,7 @@ Tensor all_gather_meta(const Tensor& x, int64_t dim, std::string_view, int64_t g
   return all_gather_out(x, dim, group_size, grad);
 }
 
-// S -> R: reduce_scatter of the gradients. S -> I: every rank keeps its own part of them.
+// S -> R: reduce_scatter of the gradients. S -> I: every rank keeps its own part of the gradient.
 class AllGather : public Function<AllGather> {
  public:
   static constexpr bool is_traceable = true;
@@ -69,7 +69,7 @@ class AllGather : public Function<AllGather> {
     const BelowAutograd guard;
     if (!async_op) return ops::all_gather(x, dim, comm, group_size, grad);
     check_choice(kAllGather, "grad", "R I", grad);
-    return noted(kAllGather, x, start(materialized(x), dim, comm, group_size));
+    return register_started(kAllGather, x, start(materialized(x), dim, comm, group_size));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -96,10 +96,10 @@ Tensor all_gather_async(const Tensor& x, int64_t dim, std::string_view comm, int
   if (needs_autograd(x)) return AllGather::apply(x, dim, comm, group_size, grad, true);
   const BelowAutograd guard;
   check_choice(kAllGather, "grad", "R I", grad);
-  return noted(kAllGather, x, start(materialized(x), dim, comm, group_size));
+  return register_started(kAllGather, x, start(materialized(x), dim, comm, group_size));
 }
 
-// This rank's part: I -> S. Its gradient is the invariant all_gather.
+// Returns this rank's part: I -> S. Its gradient is the invariant all_gather.
 
 Tensor own_part_out(const Tensor& x, int64_t dim, int64_t group_size) {
   check_group_size("own_part", group_size);

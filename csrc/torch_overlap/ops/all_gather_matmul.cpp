@@ -15,7 +15,7 @@ struct Outputs {
   Tensor gathered;
 };
 
-// gather_dim, non-negative: a dimension of rows, never the one that is multiplied away.
+// Returns gather_dim as a non-negative dimension of rows, never the one that is reduced.
 int64_t row_dim(const Tensor& x, int64_t gather_dim) {
   TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kAllGatherMatmul,
                       ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
@@ -28,11 +28,12 @@ int64_t row_dim(const Tensor& x, int64_t gather_dim) {
   return dim;
 }
 
-// products[i] = all_gather(x, gather_dim) weights[i]^T + biases[i]; the gathered x, or an empty
-// one.
-Outputs all_gather_matmul_out(const Tensor& x, at::TensorList weights,
-                              const OptionalTensors& biases, int64_t group_size, int64_t gather_dim,
-                              bool return_gathered, std::string_view algorithm) {
+// Allocates products[i] = all_gather(x, gather_dim) weights[i]^T + biases[i], and the gathered x or
+// an empty tensor.
+Outputs allocate_all_gather_matmul(const Tensor& x, at::TensorList weights,
+                                   const OptionalTensors& biases, int64_t group_size,
+                                   int64_t gather_dim, bool return_gathered,
+                                   std::string_view algorithm) {
   check_group_size(kAllGatherMatmul, group_size);
   check_algorithm(kAllGatherMatmul, algorithm);
   const int64_t dim = row_dim(x, gather_dim);
@@ -55,23 +56,23 @@ Outputs all_gather_matmul_out(const Tensor& x, at::TensorList weights,
 std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
     const Tensor& x, at::TensorList weights, const OptionalTensors& biases, std::string_view comm,
     int64_t group_size, int64_t gather_dim, bool return_gathered, std::string_view algorithm) {
-  auto out =
-      all_gather_matmul_out(x, weights, biases, group_size, gather_dim, return_gathered, algorithm);
+  auto out = allocate_all_gather_matmul(x, weights, biases, group_size, gather_dim, return_gathered,
+                                        algorithm);
   const auto communicator = find_comm(kAllGatherMatmul, comm, group_size);
   const int64_t dim = row_dim(x, gather_dim);
   const auto own = to_rows(x, dim);
   const int64_t rows = own.size(0);
   std::vector<Tensor> products;
-  for (const auto& product : out.products) products.push_back(rows_of(product, dim));
+  for (const auto& product : out.products) products.push_back(writable_rows(product, dim));
   const auto multiply = [&](const Tensor& input, int64_t begin) {
     for (size_t i = 0; i < weights.size(); ++i) {
       linear_out(kAllGatherMatmul, row_view(products[i], begin, input.size(0)), input, weights[i],
                  biases.empty() ? std::nullopt : biases.get(i),
-                 /*beside_transfers=*/input.size(0) < products[i].size(0));
+                 /*overlaps_communication=*/input.size(0) < products[i].size(0));
     }
   };
   std::optional<Tensor> gathered;
-  if (return_gathered) gathered = rows_of(out.gathered, dim);
+  if (return_gathered) gathered = writable_rows(out.gathered, dim);
   int64_t features = 0;
   for (const auto& weight : weights) features += weight.size(0);
   const auto chosen = choose_algorithm({.op = kAllGatherMatmul,
@@ -83,43 +84,42 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
                                         .gather_bytes = gather_bytes(*communicator, own),
                                         .local_n = features,
                                         .local_k = own.size(1),
-                                        .direct_bytes = 0},
+                                        .low_latency_bytes = 0},
                                        forward_algorithm(algorithm), communicator);
-  if (chosen == Algorithm::ring || chosen == Algorithm::fused || chosen == Algorithm::direct) {
+  if (chosen == Algorithm::p2p || chosen == Algorithm::fused || chosen == Algorithm::low_latency) {
     std::vector<Tensor> defined_biases(weights.size());
     for (size_t i = 0; i < biases.size(); ++i) {
       defined_biases[i] = std::optional<Tensor>(biases.get(i)).value_or(Tensor());
     }
-    ring_gather_multiply(kAllGatherMatmul, communicator,
-                         {.own = own,
-                          .scales = {},
-                          .gathered = gathered.value_or(Tensor()),
-                          .gathered_scales = {},
-                          .fused = chosen == Algorithm::fused,
-                          .direct = chosen == Algorithm::direct},
-                         weights, defined_biases, products);
-  } else if (chosen != Algorithm::chunked) {  // a forward pass has nothing for bulk to hide behind
-    if (!gathered) gathered = at::empty({group_size * rows, own.size(1)}, x.options());
-    communicator->all_gather_single(*gathered, own, /*async_op=*/false);
-    multiply(*gathered, 0);
-  } else {
+    channel_gather_linear(kAllGatherMatmul, communicator,
+                          {.own = own,
+                           .scales = {},
+                           .gathered = gathered.value_or(Tensor()),
+                           .gathered_scales = {},
+                           .method = gather_method(chosen)},
+                          weights, defined_biases, products);
+  } else if (chosen == Algorithm::pipelined) {
     GatherPipeline gather(*communicator, own, gathered);
     for (size_t step = 0; step < gather.steps(); ++step) {
       const auto input = gather.wait(step);
-      const Span span("chunk_gemm", step);
+      const ProfilerRange span("chunk_gemm", step);
       multiply(input, gather.chunk(step) * rows);
     }
+  } else {  // sequential; a measured bulk differs in the gradient only
+    if (!gathered) gathered = at::empty({group_size * rows, own.size(1)}, x.options());
+    communicator->all_gather_single(*gathered, own, /*async_op=*/false);
+    multiply(*gathered, 0);
   }
-  for (size_t i = 0; i < products.size(); ++i) put_rows(products[i], out.products[i], dim);
-  if (return_gathered) put_rows(*gathered, out.gathered, dim);
+  for (size_t i = 0; i < products.size(); ++i) copy_rows_back(products[i], out.products[i], dim);
+  if (return_gathered) copy_rows_back(*gathered, out.gathered, dim);
   return {std::move(out.products), std::move(out.gathered)};
 }
 
 std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_meta(
     const Tensor& x, at::TensorList weights, const OptionalTensors& biases, std::string_view,
     int64_t group_size, int64_t gather_dim, bool return_gathered, std::string_view algorithm) {
-  auto out =
-      all_gather_matmul_out(x, weights, biases, group_size, gather_dim, return_gathered, algorithm);
+  auto out = allocate_all_gather_matmul(x, weights, biases, group_size, gather_dim, return_gathered,
+                                        algorithm);
   return {std::move(out.products), std::move(out.gathered)};
 }
 
@@ -168,7 +168,7 @@ class AllGatherMatmul : public Function<AllGatherMatmul> {
 
     variable_list result(1 + count + biased.size() + 6);
     const bool x_wanted = ctx->needs_input_grad(0);
-    // Products that were used, and of these the weights whose gradient is asked.
+    // Products that were used, and the weights of these whose gradient is needed.
     std::vector<Tensor> used_grads;
     std::vector<Tensor> used_weights;
     std::vector<int64_t> wanted;
@@ -191,13 +191,13 @@ class AllGatherMatmul : public Function<AllGatherMatmul> {
     const bool x_reached = x_wanted && (!used_grads.empty() || gathered_grad.defined());
     if (!x_reached && wanted.empty()) return result;
 
-    if (at::GradMode::is_enabled()) {  // a gradient of this gradient may be asked
-      // Ranks have as many features as they like, by which "fused" would choose different ways.
+    if (at::GradMode::is_enabled()) {  // double backward may be requested
+      // Ranks may differ in the number of features, and "fused" would then choose differently.
       const std::string scatter_by =
           algorithm == "auto" || algorithm == "fused" ? "sequential" : algorithm;
       if (x_reached) {
         Tensor sum;
-        if (kept) {  // some ranks only may have used it
+        if (kept) {  // possibly used by only some ranks
           const Tensor term =
               gathered_grad.defined() ? gathered_grad : at::zeros_like(saved.back());
           sum = ops::reduce_scatter(term, dim, "sum", comm, group_size);
@@ -243,7 +243,7 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_autograd(
     biased.push_back(static_cast<int64_t>(i));
   }
   for (const auto& weight : weights) differentiable |= needs_autograd(weight);
-  // Wrong counts go the plain way too, to its message.
+  // An invalid number of weights or biases also takes the plain path, which reports it.
   if (!differentiable || weights.empty() || (!biases.empty() && biases.size() != weights.size())) {
     const BelowAutograd guard;
     return ops::all_gather_matmul(x, weights, biases, comm, group_size, gather_dim, return_gathered,

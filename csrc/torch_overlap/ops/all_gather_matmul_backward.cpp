@@ -10,28 +10,28 @@
 namespace torch_overlap::ops {
 namespace {
 
-// As its caller sees it.
-constexpr std::string_view kAllGatherGradients = "all_gather_matmul";
+// Name of the operator in error messages.
+constexpr std::string_view kAllGatherMatmulBackward = "all_gather_matmul";
 
 // The gradient of all_gather_matmul.
 //
 // With g_i the gradient of product i and G = all_gather(x):
 //   x:          reduce_scatter(sum_i g_i w_i  [+ the gradient of the gathered x])
 //   weights[i]: g_i^T G          biases[i]: g_i summed over rows
-// Chunked, G is gathered again (unless it was kept) while the first products are computed, each
-// partial product travels while the next is computed, and the gradients of the weights hide the
-// last.
+// Pipelined: G is gathered again (unless it was saved) while the first products are computed, each
+// partial product travels while the next one is computed, and the products for the weights overlap
+// the last transfer.
 
-struct GatherGradients {
+struct AllGatherMatmulGradients {
   Tensor x;
   std::vector<Tensor> weights;
 };
 
-// `wanted`: indices of the weights whose gradient is asked. What is not asked is empty, of shape
-// [0].
-GatherGradients gather_gradients_out(const Tensor& x, at::TensorList weights, bool x_wanted,
-                                     at::IntArrayRef wanted) {
-  GatherGradients out;
+// `wanted`: indices of the weights whose gradient is needed. Gradients that are not needed are
+// empty, of shape [0].
+AllGatherMatmulGradients allocate_gradients(const Tensor& x, at::TensorList weights, bool x_wanted,
+                                            at::IntArrayRef wanted) {
+  AllGatherMatmulGradients out;
   out.x = x_wanted ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options());
   for (const int64_t i : wanted) {
     out.weights.push_back(at::empty_symint(weights[i].sym_sizes(), x.options()));
@@ -39,10 +39,10 @@ GatherGradients gather_gradients_out(const Tensor& x, at::TensorList weights, bo
   return out;
 }
 
-// The same over the channels. Ring: the gather goes on behind the partial products, which go to
-// their owners one by one. Bulk: the gather goes on behind the whole product, and its reduction
-// behind the products for the weights.
-std::tuple<Tensor, std::vector<Tensor>> gather_gradients_over_channels(
+// The same over channels. p2p: the gather overlaps the partial products, which are sent to their
+// owners one by one. bulk: the gather overlaps the whole product, and the reduction of that product
+// overlaps the products for the weights.
+std::tuple<Tensor, std::vector<Tensor>> backward_over_channels(
     at::TensorList grads, const Tensor& x, at::TensorList weights,
     const std::optional<Tensor>& gathered, const std::optional<Tensor>& gathered_grad,
     bool x_wanted, at::IntArrayRef wanted, const std::shared_ptr<TorchComm>& comm, int64_t dim,
@@ -50,14 +50,14 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_over_channels(
   const auto own = to_rows(x, dim);
   std::vector<Tensor> grad_rows;
   for (const auto& grad : grads) grad_rows.push_back(to_rows(grad, dim));
-  auto [x_grad, weight_grads] = gather_gradients_out(x, weights, x_wanted, wanted);
+  auto [x_grad, weight_grads] = allocate_gradients(x, weights, x_wanted, wanted);
 
   std::optional<ChannelGather> gather;
   Tensor inputs;
   if (!wanted.empty() && gathered) {
     inputs = to_rows(*gathered, dim);
   } else if (!wanted.empty()) {
-    gather.emplace(kAllGatherGradients, comm, own);
+    gather.emplace(kAllGatherMatmulBackward, comm, own);
     inputs = gather->rows();
   }
   std::vector<GemmArgs> weight_products;
@@ -73,49 +73,49 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_over_channels(
   };
   if (!x_wanted) {
     finish_gather();
-    for (const auto& args : weight_products) gemm(kAllGatherGradients, args);
+    for (const auto& args : weight_products) gemm(kAllGatherMatmulBackward, args);
     return {std::move(x_grad), std::move(weight_grads)};
   }
-  const auto x_rows = rows_of(x_grad, dim);
+  const auto x_rows = writable_rows(x_grad, dim);
   ScatterMultiply sum{.inputs = grad_rows,
                       .weights = weights.vec(),
                       .sum = {.start = gathered_grad ? to_rows(*gathered_grad, dim) : Tensor(),
                               .bias = {},
                               .mean = false,
                               .out = x_rows}};
-  // Several of a 16-bit dtype are one product of all columns, which is rounded once.
+  // Several 16-bit gradients are multiplied as one concatenated product, which is rounded once.
   if (grad_rows.size() > 1 && c10::isReducedFloatingType(x.scalar_type())) {
     sum.inputs = {at::cat(grad_rows, 1)};
     sum.weights = {at::cat(weights, 0)};
   }
-  if (algorithm == Algorithm::ring || algorithm == Algorithm::fused) {
-    // No kernel adds the gradient of the gathered x. Where some ranks only have one, they are told
-    // that they went different ways.
+  if (algorithm == Algorithm::p2p || algorithm == Algorithm::fused) {
+    // No fused kernel adds the gradient of the gathered x. If only some ranks have one, an error
+    // reports that the ranks took different paths.
     sum.sum.fused = algorithm == Algorithm::fused;
-    sum.sum.ranks_share_k = false;  // each has as many output features as it likes
-    ring_multiply_scatter(kAllGatherGradients, comm, sum);
+    sum.sum.ranks_share_k = false;  // the number of output features may differ by rank
+    channel_scatter_matmul(kAllGatherMatmulBackward, comm, sum);
     finish_gather();
-    for (const auto& args : weight_products) gemm(kAllGatherGradients, args);
+    for (const auto& args : weight_products) gemm(kAllGatherMatmulBackward, args);
   } else {
-    bulk_multiply_scatter(kAllGatherGradients, comm, sum, finish_gather, weight_products);
+    bulk_scatter_matmul(kAllGatherMatmulBackward, comm, sum, finish_gather, weight_products);
   }
-  put_rows(x_rows, x_grad, dim);
+  copy_rows_back(x_rows, x_grad, dim);
   return {std::move(x_grad), std::move(weight_grads)};
 }
 
-std::tuple<Tensor, std::vector<Tensor>> gather_gradients_kernel(
+std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul_backward_kernel(
     at::TensorList grads, const Tensor& x, at::TensorList weights,
     const std::optional<Tensor>& gathered, const std::optional<Tensor>& gathered_grad,
     bool x_wanted, at::IntArrayRef wanted, std::string_view comm, int64_t group_size, int64_t dim,
     std::string_view algorithm) {
-  const auto communicator = find_comm(kAllGatherGradients, comm, group_size);
+  const auto communicator = find_comm(kAllGatherMatmulBackward, comm, group_size);
   const auto own = to_rows(x, dim);
   const int64_t rows = own.size(0);
   const bool gathers = !wanted.empty() && !gathered;
   int64_t features = 0;
   for (const auto& weight : weights) features += weight.size(0);
   const auto chosen =
-      choose_algorithm({.op = kAllGatherGradients,
+      choose_algorithm({.op = kAllGatherMatmulBackward,
                         .dtype = x.scalar_type(),
                         .chunk_rows = rows,
                         .gather_bytes = gathers ? gather_bytes(*communicator, own) : 0,
@@ -124,18 +124,18 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_kernel(
                                                   : 0,
                         .local_n = own.size(1),
                         .local_k = features},
-                       algorithm == "direct" ? "sequential" : algorithm, communicator);
-  const bool chunked = chosen == Algorithm::chunked;
-  if (chosen == Algorithm::ring || chosen == Algorithm::bulk || chosen == Algorithm::fused) {
-    return gather_gradients_over_channels(grads, x, weights, gathered, gathered_grad, x_wanted,
-                                          wanted, communicator, dim, chosen);
+                       algorithm == "low_latency" ? "sequential" : algorithm, communicator);
+  const bool pipelined = chosen == Algorithm::pipelined;
+  if (chosen == Algorithm::p2p || chosen == Algorithm::bulk || chosen == Algorithm::fused) {
+    return backward_over_channels(grads, x, weights, gathered, gathered_grad, x_wanted, wanted,
+                                  communicator, dim, chosen);
   }
 
   std::optional<GatherPipeline> gather;
   Tensor inputs;
   if (!wanted.empty() && gathered) {
     inputs = to_rows(*gathered, dim);
-  } else if (!wanted.empty() && chunked) {
+  } else if (!wanted.empty() && pipelined) {
     inputs = at::empty({group_size * rows, own.size(1)}, x.options());
     gather.emplace(*communicator, own, inputs);
   } else if (!wanted.empty()) {
@@ -146,15 +146,15 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_kernel(
   std::vector<Tensor> grad_rows;
   for (const auto& grad : grads) grad_rows.push_back(to_rows(grad, dim));
   const auto start_value = gathered_grad ? to_rows(*gathered_grad, dim) : Tensor();
-  // The terms of x's gradient. Several of a 16-bit dtype are one product of all columns, which
-  // accumulates in fp32 and is rounded once.
+  // The terms of x's gradient. Several 16-bit terms are one concatenated product, which accumulates
+  // in fp32 and is rounded once.
   std::vector<Tensor> x_grads = grad_rows;
   std::vector<Tensor> x_weights = weights.vec();
   if (x_wanted && grad_rows.size() > 1 && c10::isReducedFloatingType(x.scalar_type())) {
     x_grads = {at::cat(grad_rows, 1)};
     x_weights = {at::cat(weights, 0)};
   }
-  // sum_i g_i w_i for some rows of the gathered x.
+  // Computes sum_i g_i w_i for some rows of the gathered x.
   const auto multiply = [&](Tensor target, int64_t begin, int64_t length) {
     if (start_value.defined()) target.copy_(start_value.narrow(0, begin, length));
     for (size_t i = 0; i < x_grads.size(); ++i) {
@@ -167,14 +167,14 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_kernel(
     }
   };
 
-  auto [x_grad, weight_grads] = gather_gradients_out(x, weights, x_wanted, wanted);
-  const auto x_rows = x_wanted ? rows_of(x_grad, dim) : Tensor();
+  auto [x_grad, weight_grads] = allocate_gradients(x, weights, x_wanted, wanted);
+  const auto x_rows = x_wanted ? writable_rows(x_grad, dim) : Tensor();
   std::optional<ScatterPipeline> scatter;
-  if (x_wanted && chunked) {
+  if (x_wanted && pipelined) {
     scatter.emplace(*communicator, rows, own.size(1), x.options());
     for (size_t step = 0; step < scatter->steps(); ++step) {
       {
-        const Span span("chunk_gemm", step);
+        const ProfilerRange span("chunk_gemm", step);
         multiply(scatter->partial(step), scatter->chunk(step) * rows, rows);
       }
       scatter->send(step);
@@ -189,7 +189,7 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_kernel(
     at::mm_out(weight_grads[i], grad_rows[wanted[i]].t(), inputs);
   }
   if (scatter) scatter->reduce(x_rows, /*mean=*/false);
-  if (x_wanted) put_rows(x_rows, x_grad, dim);
+  if (x_wanted) copy_rows_back(x_rows, x_grad, dim);
   return {std::move(x_grad), std::move(weight_grads)};
 }
 
@@ -197,7 +197,7 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_meta(
     at::TensorList, const Tensor& x, at::TensorList weights, const std::optional<Tensor>&,
     const std::optional<Tensor>&, bool x_wanted, at::IntArrayRef wanted, std::string_view, int64_t,
     int64_t, std::string_view) {
-  auto out = gather_gradients_out(x, weights, x_wanted, wanted);
+  auto out = allocate_gradients(x, weights, x_wanted, wanted);
   return {std::move(out.x), std::move(out.weights)};
 }
 
@@ -209,7 +209,7 @@ std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul_backward(
     bool x_wanted, at::IntArrayRef wanted, std::string_view comm, int64_t group_size,
     int64_t gather_dim, std::string_view algorithm) {
   static const auto handle =
-      find_op<decltype(gather_gradients_kernel)>("_all_gather_matmul_backward");
+      find_op<decltype(all_gather_matmul_backward_kernel)>("_all_gather_matmul_backward");
   return handle.call(grads, x, weights, gathered, gathered_grad, x_wanted, wanted, comm, group_size,
                      gather_dim, algorithm);
 }
@@ -225,7 +225,7 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
 }
 
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("_all_gather_matmul_backward", torch_overlap::ops::gather_gradients_kernel);
+  m.impl("_all_gather_matmul_backward", torch_overlap::ops::all_gather_matmul_backward_kernel);
 }
 
 TORCH_OVERLAP_KERNELS(Meta, m) {

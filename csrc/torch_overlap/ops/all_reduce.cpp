@@ -6,7 +6,7 @@
 namespace torch_overlap::ops {
 namespace {
 
-// The reduction of all ranks' x, on every rank; same shape, contiguous.
+// Allocates the reduction of all ranks' x; same shape, contiguous.
 Tensor all_reduce_out(const Tensor& x, std::string_view op, int64_t group_size,
                       std::string_view grad, const OptionalScalar& factor) {
   check_group_size("all_reduce", group_size);
@@ -15,8 +15,8 @@ Tensor all_reduce_out(const Tensor& x, std::string_view op, int64_t group_size,
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
-Started start(const Tensor& x, std::string_view op, std::string_view comm, int64_t group_size,
-              std::string_view grad, const OptionalScalar& factor, bool async_op) {
+StartedOp start(const Tensor& x, std::string_view op, std::string_view comm, int64_t group_size,
+                std::string_view grad, const OptionalScalar& factor, bool async_op) {
   auto out = all_reduce_out(x, op, group_size, grad, factor);
   const auto communicator = find_comm("all_reduce", comm, group_size);
   out.copy_(x);
@@ -34,8 +34,8 @@ Tensor all_reduce_meta(const Tensor& x, std::string_view op, std::string_view, i
   return all_reduce_out(x, op, group_size, grad, factor);
 }
 
-// P -> R: all_reduce of the gradients. P -> I: they are equal on all ranks already, and become the
-// replicated gradients of the terms, whose own gradients are summed.
+// P -> R: all_reduce of the gradients. P -> I: the gradients are already equal on all ranks, and
+// become the replicated gradients of the terms, whose own gradients are summed.
 class AllReduce : public Function<AllReduce> {
  public:
   static constexpr bool is_traceable = true;
@@ -50,7 +50,8 @@ class AllReduce : public Function<AllReduce> {
     ctx->saved_data["factor"] = IValue(factor);
     const BelowAutograd guard;
     if (!async_op) return ops::all_reduce(x, op, comm, group_size, grad, factor);
-    return noted("all_reduce", x, start(materialized(x), op, comm, group_size, grad, factor, true));
+    return register_started("all_reduce", x,
+                            start(materialized(x), op, comm, group_size, grad, factor, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -81,11 +82,12 @@ Tensor all_reduce_async(const Tensor& x, std::string_view op, std::string_view c
   if (!can_start_async(x)) return ops::all_reduce(x, op, comm, group_size, grad, factor);
   if (needs_autograd(x)) return AllReduce::apply(x, op, comm, group_size, grad, factor, true);
   const BelowAutograd guard;
-  return noted("all_reduce", x, start(materialized(x), op, comm, group_size, grad, factor, true));
+  return register_started("all_reduce", x,
+                          start(materialized(x), op, comm, group_size, grad, factor, true));
 }
 
-// In place. Traced, it is the functional operator and a copy, which a compiler takes apart and
-// puts in place again.
+// In place. When traced, it is the functional operator and a copy, which a compiler decomposes and
+// makes in place again.
 Tensor& all_reduce_(Tensor& x, std::string_view op, std::string_view comm,
                     const OptionalScalar& factor) {
   const auto reduction = parse_reduction("all_reduce_", x, op, factor);

@@ -17,8 +17,8 @@ Dims wrap_dims(const Tensor& x, int64_t split_dim, int64_t concat_dim) {
           wrap_dim(kAllToAll, x, concat_dim, "concat_dim")};
 }
 
-// Part r of x along split_dim goes to rank r; what arrives is put behind each other along
-// concat_dim, in rank order; contiguous.
+// Allocates the result of sending part r of x along split_dim to rank r: the concatenation of the
+// received parts along concat_dim, in rank order; contiguous.
 Tensor all_to_all_out(const Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t group_size) {
   check_group_size(kAllToAll, group_size);
   const auto dims = wrap_dims(x, split_dim, concat_dim);
@@ -29,10 +29,10 @@ Tensor all_to_all_out(const Tensor& x, int64_t split_dim, int64_t concat_dim, in
   return at::empty_symint(sizes, x.options());
 }
 
-// Parts travel with concat_dim first, so that those that arrive are the result but for the order of
-// its dimensions. With both dims 0 nothing is copied.
-Started start(const Tensor& x, int64_t split_dim, int64_t concat_dim, std::string_view comm,
-              int64_t group_size, bool async_op) {
+// Parts are sent with concat_dim first, so that the received parts form the result up to the order
+// of its dimensions. If both dims are 0, nothing is copied.
+StartedOp start(const Tensor& x, int64_t split_dim, int64_t concat_dim, std::string_view comm,
+                int64_t group_size, bool async_op) {
   check_group_size(kAllToAll, group_size);
   const auto dims = wrap_dims(x, split_dim, concat_dim);
   check_divisible(kAllToAll, x, dims.split, group_size);
@@ -42,7 +42,7 @@ Started start(const Tensor& x, int64_t split_dim, int64_t concat_dim, std::strin
                    .movedim(dims.split, 0)
                    .movedim(dims.concat + 1, 1)
                    .contiguous();
-  if (async_op) parts = sent_later(parts, x);
+  if (async_op) parts = clone_if_unversioned(parts, x);
   const auto received = at::empty(parts.sizes(), parts.options());
   auto work = communicator->all_to_all_single(received, parts, async_op);
   return {received.flatten(0, 1).movedim(0, dims.concat), std::move(work)};
@@ -58,7 +58,7 @@ Tensor all_to_all_meta(const Tensor& x, int64_t split_dim, int64_t concat_dim, s
   return all_to_all_out(x, split_dim, concat_dim, group_size);
 }
 
-// S(i) -> S(j): the gradient goes the way back.
+// S(i) -> S(j): the gradient is exchanged in the opposite direction.
 class AllToAll : public Function<AllToAll> {
  public:
   static constexpr bool is_traceable = true;
@@ -72,8 +72,8 @@ class AllToAll : public Function<AllToAll> {
     ctx->saved_data["group_size"] = group_size;
     const BelowAutograd guard;
     if (!async_op) return ops::all_to_all(x, split_dim, concat_dim, comm, group_size);
-    return noted(kAllToAll, x,
-                 start(materialized(x), split_dim, concat_dim, comm, group_size, true));
+    return register_started(kAllToAll, x,
+                            start(materialized(x), split_dim, concat_dim, comm, group_size, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -101,7 +101,8 @@ Tensor all_to_all_async(const Tensor& x, int64_t split_dim, int64_t concat_dim,
   if (!can_start_async(x)) return ops::all_to_all(x, split_dim, concat_dim, comm, group_size);
   if (needs_autograd(x)) return AllToAll::apply(x, split_dim, concat_dim, comm, group_size, true);
   const BelowAutograd guard;
-  return noted(kAllToAll, x, start(materialized(x), split_dim, concat_dim, comm, group_size, true));
+  return register_started(kAllToAll, x,
+                          start(materialized(x), split_dim, concat_dim, comm, group_size, true));
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::string_view kAllToAllMatmul = "all_to_all_matmul";
 
-// linear(all_to_all(x, 0, -1), weight, bias): x [tokens, ..., k / size].
+// Allocates linear(all_to_all(x, 0, -1), weight, bias): x [tokens, ..., k / size].
 Tensor all_to_all_matmul_out(const Tensor& x, const Tensor& weight,
                              const std::optional<Tensor>& bias, int64_t group_size,
                              std::string_view algorithm) {
@@ -40,17 +40,17 @@ Tensor all_to_all_matmul_kernel(const Tensor& x, const Tensor& weight,
                                        .m = matrices[0].size(0),
                                        .n = weight.size(0),
                                        .k = weight.size(1),
-                                       .chunk_rows = rows.size(0) / kRowPieces,
+                                       .chunk_rows = rows.size(0) / kNumRowPieces,
                                        .gather_bytes = RowExchange::channel_bytes(matrices)},
                                       algorithm, communicator);
   const auto inputs =
-      RowExchange::start(kAllToAllMatmul, communicator, matrices, kRowPieces, chosen);
+      RowExchange::start(kAllToAllMatmul, communicator, matrices, kNumRowPieces, chosen);
   for (size_t step = 0; step < inputs->steps(); ++step) {
     const auto input = inputs->wait(step);
-    const Span span("chunk_gemm", step);
+    const ProfilerRange span("chunk_gemm", step);
     const auto [begin, length] = inputs->range(step);
     linear_out(kAllToAllMatmul, rows.narrow(0, begin, length), input, weight, bias,
-               /*beside_transfers=*/length < rows.size(0));
+               /*overlaps_communication=*/length < rows.size(0));
   }
   inputs->finish();
   return out;
@@ -62,10 +62,11 @@ Tensor all_to_all_matmul_meta(const Tensor& x, const Tensor& weight,
   return all_to_all_matmul_out(x, weight, bias, group_size, algorithm);
 }
 
-// The gradient. With g that of the result and A = all_to_all(x, 0, -1):
+// The gradient. With g the gradient of the result and A = all_to_all(x, 0, -1):
 //   x: all_to_all(g weight, -1, 0)    weight: g^T A    bias: g summed over rows
-// In pieces, A travels once more while the first columns of g weight are computed; these travel
-// while the next are, and the last behind the weight's gradient.
+// Pipelined: A is exchanged again while the first columns of g weight are computed. Each part of g
+// weight travels while the next one is computed, and the last one during the product for the
+// weight's gradient.
 
 std::tuple<Tensor, Tensor> all_to_all_gradients_out(const Tensor& x, const Tensor& weight,
                                                     bool x_wanted, bool weight_wanted) {
@@ -105,7 +106,7 @@ std::tuple<Tensor, Tensor> all_to_all_gradients_kernel(const Tensor& grad, const
     outputs = ColumnExchange::start(kAllToAllMatmul, communicator, {x_rows}, chosen);
     for (size_t step = 0; step < outputs->steps(); ++step) {
       {
-        const Span span("chunk_gemm", step);
+        const ProfilerRange span("chunk_gemm", step);
         auto part = outputs->part(0, step);
         at::mm_out(part, grad_rows,
                    weight.narrow(1, outputs->chunk(step) * part.size(1), part.size(1)));
@@ -113,7 +114,7 @@ std::tuple<Tensor, Tensor> all_to_all_gradients_kernel(const Tensor& grad, const
       outputs->send(0, step);
     }
   } else if (x_wanted) {
-    exchange_columns(*communicator, at::mm(grad_rows, weight), x_rows);
+    all_to_all_columns(*communicator, at::mm(grad_rows, weight), x_rows);
   }
   if (weight_wanted) {
     at::mm_out(weight_grad, grad_rows.t(), inputs->wait_all());
@@ -160,7 +161,7 @@ class AllToAllMatmul : public Function<AllToAllMatmul> {
     const auto& comm = ctx->saved_data["comm"].toStringRef();
     const int64_t group_size = ctx->saved_data["group_size"].toInt();
     const auto& algorithm = ctx->saved_data["algorithm"].toStringRef();
-    if (at::GradMode::is_enabled()) {  // a gradient of this gradient may be asked
+    if (at::GradMode::is_enabled()) {  // double backward may be requested
       if (x_wanted) {
         result[0] = ops::matmul_all_to_all(grads[0], {weight.t()}, OptionalTensors(), comm,
                                            group_size, algorithm)[0];

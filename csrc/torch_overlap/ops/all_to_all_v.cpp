@@ -19,7 +19,8 @@ c10::SymInt total(c10::SymIntArrayRef splits, std::string_view what) {
   return sum;
 }
 
-// in_splits[r] slices of dimension 0 go to rank r, out_splits[r] come from it; contiguous.
+// Allocates the result: in_splits[r] slices of dimension 0 go to rank r, out_splits[r] are received
+// from it; contiguous.
 Tensor all_to_all_v_out(const Tensor& x, c10::SymIntArrayRef out_splits,
                         c10::SymIntArrayRef in_splits) {
   wrap_dim(kAllToAllV, x, 0, "dim");
@@ -40,15 +41,15 @@ std::vector<int64_t> concrete(c10::SymIntArrayRef splits) {
   return values;
 }
 
-Started start(const Tensor& x, c10::SymIntArrayRef out_splits, c10::SymIntArrayRef in_splits,
-              std::string_view comm, bool async_op) {
+StartedOp start(const Tensor& x, c10::SymIntArrayRef out_splits, c10::SymIntArrayRef in_splits,
+                std::string_view comm, bool async_op) {
   auto out = all_to_all_v_out(x, out_splits, in_splits);
   const auto communicator = find_comm(comm);
   TORCH_OVERLAP_CHECK(static_cast<int64_t>(in_splits.size()) == communicator->size(), kValue,
                       kAllToAllV, ": expected one entry for each of the ", communicator->size(),
                       " ranks of '", comm, "' in out_splits and in in_splits, got ",
                       in_splits.size(), ". Zeros are fine.");
-  const auto sent = async_op ? sent_later(x.contiguous(), x) : x.contiguous();
+  const auto sent = async_op ? clone_if_unversioned(x.contiguous(), x) : x.contiguous();
   auto work = communicator->all_to_all_v_single(out, sent, concrete(out_splits),
                                                 concrete(in_splits), async_op);
   return {std::move(out), std::move(work)};
@@ -64,7 +65,7 @@ Tensor all_to_all_v_meta(const Tensor& x, c10::SymIntArrayRef out_splits,
   return all_to_all_v_out(x, out_splits, in_splits);
 }
 
-// The gradient goes the way back: the splits change places.
+// The gradient is exchanged in the opposite direction, with the splits swapped.
 class AllToAllV : public Function<AllToAllV> {
  public:
   static constexpr bool is_traceable = true;
@@ -76,7 +77,8 @@ class AllToAllV : public Function<AllToAllV> {
     ctx->saved_data["comm"] = std::string(comm);
     const BelowAutograd guard;
     if (!async_op) return ops::all_to_all_v(x, out_splits, in_splits, comm);
-    return noted(kAllToAllV, x, start(materialized(x), out_splits, in_splits, comm, true));
+    return register_started(kAllToAllV, x,
+                            start(materialized(x), out_splits, in_splits, comm, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -102,7 +104,7 @@ Tensor all_to_all_v_async(const Tensor& x, c10::SymIntArrayRef out_splits,
   if (!can_start_async(x)) return ops::all_to_all_v(x, out_splits, in_splits, comm);
   if (needs_autograd(x)) return AllToAllV::apply(x, out_splits, in_splits, comm, true);
   const BelowAutograd guard;
-  return noted(kAllToAllV, x, start(materialized(x), out_splits, in_splits, comm, true));
+  return register_started(kAllToAllV, x, start(materialized(x), out_splits, in_splits, comm, true));
 }
 
 }  // namespace

@@ -21,12 +21,13 @@
 namespace torch_overlap::ops {
 namespace {
 
-// The work that writes a result, and the version of the input that it was made of.
-class Pending {
+// The work that writes a result, and the version of the input that the result was computed from.
+class PendingWork {
  public:
-  Pending(std::string_view op, const at::Tensor& input, WorkPtr work)
+  PendingWork(std::string_view op, const at::Tensor& input, WorkPtr work)
       : op_(op), work_(std::move(work)), input_(input.unsafeGetTensorImpl()->version_counter()) {
-    // Views of one buffer share a version: a change of another part says nothing of this one.
+    // Views of one buffer share a version counter, so a change of another part would be a false
+    // alarm.
     const bool is_whole = input.nbytes() == input.storage().nbytes();
     is_checked_ = input_.enabled() && is_whole;
     if (is_checked_) version_ = input_.current_version();
@@ -35,9 +36,10 @@ class Pending {
   void wait() {
     if (work_) work_->wait();
   }
-  // Throws if the input was changed before the first wait. Afterwards it is the caller's again, and
-  // threads that still wait must not mistake what is done with it then for a change before: so
-  // `was_waited_for_` is set by the first check that passes, and looked at behind the version.
+  // Throws if the input was changed before the first wait. After that wait the caller owns the
+  // input again, and threads that are still waiting must not mistake a later change for an earlier
+  // one. Therefore the first check that passes sets `was_waited_for_`, which is read after the
+  // version.
   void check_input() {
     const bool is_changed = is_checked_ && input_.current_version() != version_;
     TORCH_OVERLAP_CHECK(!is_changed || was_waited_for_, kState,
@@ -48,37 +50,37 @@ class Pending {
   }
 
   bool is_completed() const { return !work_ || work_->is_completed(); }
-  // The result is there, and a wait for it has nothing left to find.
-  bool is_over() const {
+  // True if the result is complete and a wait for it has no error left to report.
+  bool is_finished() const {
     try {
       return was_waited_for_ &&
              (!work_ || (work_->is_completed() && work_->status() == WorkStatus::COMPLETED));
-    } catch (const std::exception&) {  // one of Python's; its wait() tells
+    } catch (const std::exception&) {  // a work written in Python; its wait() reports the error
       return false;
     }
   }
 
  private:
-  const std::string_view op_;  // lives as long as the process
+  const std::string_view op_;  // has static storage duration
   const WorkPtr work_;         // null: nothing was sent
   const c10::VariableVersion input_;
   bool is_checked_ = false;
   uint32_t version_ = 0;
   std::atomic<bool> was_waited_for_ = false;
 };
-using PendingPtr = std::shared_ptr<Pending>;
+using PendingWorkPtr = std::shared_ptr<PendingWork>;
 
-// A weak reference keeps the StorageImpl's address from being used again while the entry exists.
+// The weak reference prevents reuse of the StorageImpl's address while the entry exists.
 struct Entry {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
-  PendingPtr pending;
+  PendingWorkPtr pending;
   ProcessStamp process;
 };
 
-// Works are asked and dropped outside the lock: either may need Python's, or take long.
+// Works are queried and destroyed outside the lock: either may need the GIL or take long.
 class PendingWorks {
  public:
-  void add(const at::Tensor& tensor, PendingPtr pending) {
+  void add(const at::Tensor& tensor, PendingWorkPtr pending) {
     const auto& storage = tensor.storage();
     Entry entry{
         .storage = storage.getWeakStorageImpl(), .pending = std::move(pending), .process = {}};
@@ -86,22 +88,23 @@ class PendingWorks {
     {
       const std::lock_guard lock(mutex_);
       std::swap(entries_[storage.unsafeGetStorageImpl()], entry);
-      is_full = entries_.size() >= sweep_at_;
-      // By one thread, which may come here again by what it asks.
-      if (is_full) sweep_at_ = 2 * entries_.size();
+      is_full = entries_.size() >= sweep_size_;
+      // One thread sweeps. Its queries of works may re-enter this function.
+      if (is_full) sweep_size_ = 2 * entries_.size();
     }
     if (is_full) sweep();
   }
 
-  PendingPtr find(const at::Tensor& tensor) {
+  PendingWorkPtr find(const at::Tensor& tensor) {
     if (!tensor.has_storage()) return nullptr;
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl());
     return found == entries_.end() ? nullptr : found->second.pending;
   }
 
-  // Forgets what the caller still holds, unless something else writes the tensor by now.
-  void erase(const at::Tensor& tensor, const PendingPtr& pending) {
+  // Removes the entry of a tensor that the caller still holds, unless another work writes it by
+  // now.
+  void erase(const at::Tensor& tensor, const PendingWorkPtr& pending) {
     erase(tensor.storage().unsafeGetStorageImpl(), pending);
   }
 
@@ -112,18 +115,19 @@ class PendingWorks {
   }
 
  private:
-  void erase(c10::StorageImpl* storage, const PendingPtr& pending) {
+  void erase(c10::StorageImpl* storage, const PendingWorkPtr& pending) {
     Entry erased;
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(storage);
     if (found == entries_.end() || found->second.pending != pending) return;
-    if (!found->second.process.is_current()) return;  // each wait for it is refused
+    if (!found->second.process.is_current()) return;  // a wait for it is refused
     erased = std::move(found->second);
     entries_.erase(found);
   }
 
-  // Takes out what needs no wait any more: the result is dead, or it is there and was waited for. A
-  // work that failed stays for its wait() to throw, and so does one of a fork's parent.
+  // Removes entries that need no wait any more: the result is dead, or it is complete and was
+  // waited for. A work that failed stays so that its wait() throws, and so does a work of the
+  // parent of a fork.
   void sweep() {
     std::vector<std::pair<c10::StorageImpl*, Entry>> all;
     {
@@ -131,21 +135,21 @@ class PendingWorks {
       all.assign(entries_.begin(), entries_.end());
     }
     for (const auto& [storage, entry] : all) {
-      if (entry.process.is_current() && (entry.storage.expired() || entry.pending->is_over())) {
+      if (entry.process.is_current() && (entry.storage.expired() || entry.pending->is_finished())) {
         erase(storage, entry.pending);
       }
     }
     const std::lock_guard lock(mutex_);
-    sweep_at_ = std::max(kSweepAt, 2 * entries_.size());
+    sweep_size_ = std::max(kMinSweepSize, 2 * entries_.size());
   }
 
-  static constexpr size_t kSweepAt = 64;
+  static constexpr size_t kMinSweepSize = 64;
   ForkSafeMutex mutex_;
   std::unordered_map<c10::StorageImpl*, Entry> entries_;
-  size_t sweep_at_ = kSweepAt;
+  size_t sweep_size_ = kMinSweepSize;
 };
 
-PendingWorks& pending() { return ProcessWide<PendingWorks>::get(); }
+PendingWorks& pending() { return LeakySingleton<PendingWorks>::get(); }
 
 constexpr c10::DispatchKeySet kTracedKeys(
     {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize,
@@ -154,26 +158,27 @@ constexpr c10::DispatchKeySet kTracedKeys(
 
 }  // namespace
 
-void note_work(std::string_view op, const at::Tensor& input, const at::Tensor& out, WorkPtr work) {
-  pending().add(out, std::make_shared<Pending>(op, input, std::move(work)));
+void register_pending_work(std::string_view op, const at::Tensor& input, const at::Tensor& out,
+                           WorkPtr work) {
+  pending().add(out, std::make_shared<PendingWork>(op, input, std::move(work)));
 }
 
 void wait_for_work(const at::Tensor& tensor) {
   const auto found = pending().find(tensor);
   if (!found) return;
-  // A work that goes on stays: another stream or thread may have to wait for it too, and a wait
-  // that was refused (inside a graph capture) can be made again.
+  // A work that is still running stays registered: another stream or thread may have to wait for it
+  // too, and a wait that was refused (inside a graph capture) can be repeated.
   try {
     found->wait();
   } catch (...) {
     if (found->is_completed()) pending().erase(tensor, found);
     throw;
   }
-  found->check_input();  // where it throws, the result stays spoiled as long as it lives
+  found->check_input();  // if it throws, the result stays invalid for its lifetime
   if (found->is_completed()) pending().erase(tensor, found);
 }
 
-at::Tensor sent_later(const at::Tensor& sent, const at::Tensor& x) {
+at::Tensor clone_if_unversioned(const at::Tensor& sent, const at::Tensor& x) {
   return x.is_inference() && sent.is_alias_of(x) ? sent.clone() : sent;
 }
 

@@ -2,8 +2,8 @@
 
 #include "torch_overlap/ops/register.h"
 
-// The fused operators under torch.autocast: operands take the autocast dtype, as those of
-// torch.nn.functional.linear do. The collectives alone keep their dtype.
+// The fused operators under torch.autocast: operands are cast to the autocast dtype, as in
+// torch.nn.functional.linear. Collectives keep their dtype.
 namespace torch_overlap::ops {
 namespace {
 
@@ -85,7 +85,7 @@ std::vector<Tensor> matmul_all_to_all_autocast(const Tensor& x, at::TensorList w
   return ops::matmul_all_to_all(cast(x), cast(weights), cast(biases), comm, group_size, algorithm);
 }
 
-// `other` keeps its dtype, as in a collective alone.
+// `other` keeps its dtype, as in a plain collective.
 template <c10::DeviceType kDevice>
 std::tuple<Tensor, Tensor> bulk_overlap_matmul_autocast(const Tensor& x, const Tensor& weight,
                                                         const std::optional<Tensor>& bias,

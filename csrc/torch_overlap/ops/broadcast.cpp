@@ -5,15 +5,16 @@
 namespace torch_overlap::ops {
 namespace {
 
-// Shaped as x, contiguous; x has the same shape on all ranks. Serves both operators of this file.
+// Allocates a contiguous tensor of x's shape, which is the same on all ranks. Serves both operators
+// of this file.
 Tensor rooted_out(std::string_view op, const Tensor& x, int64_t root) {
   TORCH_OVERLAP_CHECK(root >= 0, kValue, op, ": expected a rank >= 0 for root, got ", root,
                       ". Ranks do not count from the end.");
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
-// The root's x, on every rank.
-Started start(const Tensor& x, int64_t root, std::string_view comm, bool async_op) {
+// Broadcasts the root's x to every rank.
+StartedOp start(const Tensor& x, int64_t root, std::string_view comm, bool async_op) {
   auto out = rooted_out("broadcast", x, root);
   const auto communicator = find_comm(comm);
   if (communicator->rank() == root) out.copy_(x);
@@ -29,7 +30,7 @@ Tensor broadcast_meta(const Tensor& x, int64_t root, std::string_view) {
   return rooted_out("broadcast", x, root);
 }
 
-// The sum of all ranks' x on the root, zeros elsewhere.
+// Returns the sum of all ranks' x on the root, zeros elsewhere.
 Tensor reduce_to_root_kernel(const Tensor& x, int64_t root, std::string_view comm) {
   auto out = rooted_out("reduce_to_root", x, root);
   const auto communicator = find_comm(comm);
@@ -42,7 +43,7 @@ Tensor reduce_to_root_meta(const Tensor& x, int64_t root, std::string_view) {
   return rooted_out("reduce_to_root", x, root);
 }
 
-// Each is the gradient of the other.
+// Broadcast and ReduceToRoot are the gradients of each other.
 class Broadcast : public Function<Broadcast> {
  public:
   static constexpr bool is_traceable = true;
@@ -53,7 +54,7 @@ class Broadcast : public Function<Broadcast> {
     ctx->saved_data["comm"] = std::string(comm);
     const BelowAutograd guard;
     if (!async_op) return ops::broadcast(x, root, comm);
-    return noted("broadcast", x, start(materialized(x), root, comm, true));
+    return register_started("broadcast", x, start(materialized(x), root, comm, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -99,7 +100,7 @@ Tensor broadcast_async(const Tensor& x, int64_t root, std::string_view comm) {
   if (!can_start_async(x)) return ops::broadcast(x, root, comm);
   if (needs_autograd(x)) return Broadcast::apply(x, root, comm, true);
   const BelowAutograd guard;
-  return noted("broadcast", x, start(materialized(x), root, comm, true));
+  return register_started("broadcast", x, start(materialized(x), root, comm, true));
 }
 
 }  // namespace

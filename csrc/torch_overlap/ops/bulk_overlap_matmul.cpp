@@ -15,7 +15,7 @@ constexpr std::string_view kBulkOverlapMatmul = "bulk_overlap_matmul";
 
 bool gathers(std::string_view collective) { return collective == "all_gather"; }
 
-// What `collective` makes of x.
+// Allocates the result of `collective` on x.
 Tensor collective_out(const Tensor& x, std::string_view collective, int64_t group_size,
                       int64_t dim) {
   auto sizes = x.sym_sizes().vec();
@@ -28,14 +28,14 @@ Tensor collective_out(const Tensor& x, std::string_view collective, int64_t grou
   return at::empty_symint(sizes, x.options());
 }
 
-// linear(x, weight, bias), and the collective of `other`.
+// Allocates linear(x, weight, bias) and the result of the collective on `other`.
 std::tuple<Tensor, Tensor> bulk_overlap_matmul_out(const Tensor& x, const Tensor& weight,
                                                    const std::optional<Tensor>& bias,
                                                    const Tensor& other, std::string_view collective,
                                                    int64_t group_size, int64_t dim,
                                                    std::string_view algorithm) {
   check_group_size(kBulkOverlapMatmul, group_size);
-  check_choice(kBulkOverlapMatmul, "algorithm", "auto sequential chunked bulk", algorithm);
+  check_choice(kBulkOverlapMatmul, "algorithm", "auto sequential pipelined bulk", algorithm);
   check_choice(kBulkOverlapMatmul, "collective", "all_gather reduce_scatter", collective);
   TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kBulkOverlapMatmul,
                       ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
@@ -55,27 +55,28 @@ std::tuple<Tensor, Tensor> bulk_overlap_matmul_out(const Tensor& x, const Tensor
           collective_out(other, collective, group_size, wrapped)};
 }
 
-// out = lhs * rhs + bias, all of two dimensions.
-struct Product {
+//  out = lhs * rhs + bias, all of two dimensions.
+struct GemmOperands {
   Tensor out;
   Tensor lhs;
   Tensor rhs;
   std::optional<Tensor> bias;
 };
 
-void multiply(const std::vector<Product>& products, bool beside_transfers) {
+void multiply(const std::vector<GemmOperands>& products, bool overlaps_communication) {
   for (size_t i = 0; i < products.size(); ++i) {
-    const Span span("chunk_gemm", i);
+    const ProfilerRange span("chunk_gemm", i);
     linear_out(kBulkOverlapMatmul, products[i].out, products[i].lhs, products[i].rhs.t(),
-               products[i].bias, beside_transfers);
+               products[i].bias, overlaps_communication);
   }
 }
 
-// A rank's part lies in one piece where `dim` is first, so any rows will do for a sum: long ones,
-// but not so long that few blocks share them.
-constexpr int64_t kMostColumns = 4096;
+// Maximum length of the rows into which a sum is reshaped. A rank's part is contiguous if `dim` is
+// first, so it can be split into rows of any length: long ones, but short enough that many blocks
+// share them.
+constexpr int64_t kMaxColumns = 4096;
 
-// `own`, dim first: all ranks' parts, on the gather channel, beside the products.
+// Gathers all ranks' `own`, dim first, on the gather channel while the products run.
 void gather_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& own,
                          const std::vector<GemmArgs>& products, const Tensor& out) {
   ChannelGather gather(kBulkOverlapMatmul, comm, own.view({1, own.numel()}));
@@ -84,10 +85,11 @@ void gather_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& o
   out.copy_(gather.rows().view(out.sizes()));
 }
 
-// `parts`, dim first: the sum of this rank's part, on the scatter channel, beside the products.
+// Computes this rank's part of the sum of `parts`, dim first, on the scatter channel while the
+// products run.
 void scatter_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& parts,
                           const std::vector<GemmArgs>& products, const Tensor& out) {
-  const int64_t columns = std::gcd(parts.numel() / comm->size(), kMostColumns);
+  const int64_t columns = std::gcd(parts.numel() / comm->size(), kMaxColumns);
   const int64_t rows = parts.numel() / columns;
   const auto channel = operator_channel(kBulkOverlapMatmul, comm, OperatorChannel::scatter,
                                         static_cast<int64_t>(parts.nbytes()));
@@ -104,8 +106,8 @@ void scatter_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& 
                  .blocks = kBulkBlocks});
 }
 
-// Checked: nothing is refused once a transfer is under way.
-std::vector<GemmArgs> gemms_of(const std::vector<Product>& products) {
+// Returns the checked GEMM arguments: no error is possible once a transfer has started.
+std::vector<GemmArgs> gemms_of(const std::vector<GemmOperands>& products) {
   std::vector<GemmArgs> gemms;
   for (const auto& product : products) {
     GemmArgs args;
@@ -113,17 +115,17 @@ std::vector<GemmArgs> gemms_of(const std::vector<Product>& products) {
     args.rhs = operand(product.rhs);
     args.out = product.out;
     args.epilogue.bias = product.bias.value_or(Tensor());
-    args.beside_transfers = true;
+    args.overlaps_communication = true;
     check_gemm(kBulkOverlapMatmul, args);
     gemms.push_back(std::move(args));
   }
   return gemms;
 }
 
-// The products, and `result` = the collective of `other`, beside each other.
-void run_beside(const std::shared_ptr<TorchComm>& comm, std::string_view algorithm,
-                const std::vector<Product>& products, const Tensor& other,
-                std::string_view collective, int64_t dim, const Tensor& result) {
+// Runs the products concurrently with `result` = the collective of `other`.
+void run_concurrently(const std::shared_ptr<TorchComm>& comm, std::string_view algorithm,
+                      const std::vector<GemmOperands>& products, const Tensor& other,
+                      std::string_view collective, int64_t dim, const Tensor& result) {
   const auto own = dim_first(other, dim);
   const bool in_place = dim == 0;
   const auto out = in_place ? result : at::empty(result.movedim(dim, 0).sizes(), result.options());
@@ -133,9 +135,9 @@ void run_beside(const std::shared_ptr<TorchComm>& comm, std::string_view algorit
     TORCH_OVERLAP_CHECK(algorithm != "bulk", kUnsupported, kBulkOverlapMatmul,
                         ": expected other of dtype float64, float32, float16 or bfloat16 for "
                         "algorithm 'bulk', got ",
-                        other.scalar_type(), "; use 'chunked'");
+                        other.scalar_type(), "; use 'pipelined'");
     if (algorithm == "auto")
-      algorithm = is_worth_chunks(product.size(0)) ? "chunked" : "sequential";
+      algorithm = is_worth_chunks(product.size(0)) ? "pipelined" : "sequential";
   }
   if (other.numel() == 0) algorithm = "sequential";
   const auto chosen =
@@ -145,23 +147,23 @@ void run_beside(const std::shared_ptr<TorchComm>& comm, std::string_view algorit
                         .gather_bytes = gather ? gather_bytes(*comm, own) : 0,
                         .scatter_bytes = gather ? 0 : static_cast<int64_t>(own.nbytes())},
                        algorithm, comm);
-  if (chosen == Algorithm::ring || chosen == Algorithm::bulk) {
+  if (chosen == Algorithm::p2p || chosen == Algorithm::bulk) {
     if (gather) {
       gather_over_channel(comm, own, gemms_of(products), out);
     } else {
       scatter_over_channel(comm, own, gemms_of(products), out);
     }
   } else {
-    const bool async = chosen == Algorithm::chunked;
+    const bool async = chosen == Algorithm::pipelined;
     WorkPtr work;
     {
-      const Span span("chunk_comm", 0);
+      const ProfilerRange span("chunk_comm", 0);
       work = gather ? comm->all_gather_single(out, own, async)
                     : comm->reduce_scatter_single(out, own, RedOpType::SUM, async);
     }
     multiply(products, async);
     if (work) {
-      const Span span("chunk_wait", 0);
+      const ProfilerRange span("chunk_wait", 0);
       work->wait();
     }
   }
@@ -178,8 +180,9 @@ std::tuple<Tensor, Tensor> bulk_overlap_matmul_kernel(const Tensor& x, const Ten
       bulk_overlap_matmul_out(x, weight, bias, other, collective, group_size, dim, algorithm);
   auto& [product, result] = out;
   const auto communicator = find_comm(kBulkOverlapMatmul, comm, group_size);
-  run_beside(communicator, algorithm, {{product.flatten(0, -2), to_rows(x, 0), weight.t(), bias}},
-             other, collective, wrap_dim(kBulkOverlapMatmul, other, dim, "dim"), result);
+  run_concurrently(communicator, algorithm,
+                   {{product.flatten(0, -2), to_rows(x, 0), weight.t(), bias}}, other, collective,
+                   wrap_dim(kBulkOverlapMatmul, other, dim, "dim"), result);
   return out;
 }
 
@@ -192,9 +195,9 @@ std::tuple<Tensor, Tensor> bulk_overlap_matmul_meta(const Tensor& x, const Tenso
   return bulk_overlap_matmul_out(x, weight, bias, other, collective, group_size, dim, algorithm);
 }
 
-// The gradient: that of `other` is the dual collective, beside the two products of the layer's.
+// The gradient of `other` is the dual collective, which overlaps the layer's two gradient products.
 
-std::string_view dual_of(std::string_view collective) {
+std::string_view dual_collective(std::string_view collective) {
   return gathers(collective) ? "reduce_scatter" : "all_gather";
 }
 
@@ -208,7 +211,7 @@ BulkGradients bulk_gradients_out(const Tensor& x, const Tensor& weight, const Te
                   : at::empty({0}, tensor.options());
   };
   return {like(x, x_wanted), like(weight, weight_wanted),
-          collective_out(other_grad, dual_of(collective), group_size, dim)};
+          collective_out(other_grad, dual_collective(collective), group_size, dim)};
 }
 
 BulkGradients bulk_gradients_kernel(const Tensor& grad, const Tensor& x, const Tensor& weight,
@@ -220,12 +223,13 @@ BulkGradients bulk_gradients_kernel(const Tensor& grad, const Tensor& x, const T
   auto& [x_grad, weight_grad, other] = out;
   const auto communicator = find_comm(kBulkOverlapMatmul, comm, group_size);
   const auto grad_rows = to_rows(grad, 0);
-  std::vector<Product> products;
+  std::vector<GemmOperands> products;
   if (x_wanted) products.push_back({x_grad.flatten(0, -2), grad_rows, weight, std::nullopt});
   if (weight_wanted) {
     products.push_back({weight_grad, grad_rows.t(), to_rows(x, 0), std::nullopt});
   }
-  run_beside(communicator, algorithm, products, other_grad, dual_of(collective), dim, other);
+  run_concurrently(communicator, algorithm, products, other_grad, dual_collective(collective), dim,
+                   other);
   return out;
 }
 

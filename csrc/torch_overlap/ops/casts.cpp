@@ -5,12 +5,12 @@
 #include "torch_overlap/ops/casts.h"
 #include "torch_overlap/ops/register.h"
 
-// They send nothing forwards. A cast that keeps the value is an alias below
-// autograd, where compilers know what an alias is; the kernels copy, for who calls them otherwise.
+// The forward passes send nothing. A cast that keeps the value is an alias below autograd, where
+// compilers know aliases; the kernels copy, for callers on any other path.
 namespace torch_overlap::ops {
 namespace {
 
-Tensor kept_or(const Tensor& x, bool mine, double fill) {
+Tensor value_or_fill(const Tensor& x, bool mine, double fill) {
   return mine ? at::alias(x) : at::full_like(x, fill);
 }
 
@@ -61,7 +61,7 @@ class ReplicatedToInvariant : public Function<ReplicatedToInvariant> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {invariant_to_pending(grads[0], ctx->saved_data["mine"].toBool(), 0), {}};
+    return {invariant_to_partial(grads[0], ctx->saved_data["mine"].toBool(), 0), {}};
   }
 };
 
@@ -74,7 +74,7 @@ Tensor replicated_to_invariant_autograd(const Tensor& x, bool mine) {
 
 // --- to P ---------------------------------------------------------------------------------------
 
-class ToPending : public Function<ToPending> {
+class ToPartial : public Function<ToPartial> {
  public:
   static constexpr bool is_traceable = true;
 
@@ -83,33 +83,33 @@ class ToPending : public Function<ToPending> {
     ctx->saved_data["mine"] = mine;
     ctx->saved_data["invariant"] = invariant;
     const BelowAutograd guard;
-    return kept_or(x, mine, fill);
+    return value_or_fill(x, mine, fill);
   }
 
-  // The gradient of a pending sum is replicated. Of an invariant x it is that, of a replicated one
-  // it is pending.
+  // The gradient of a partial sum is replicated. It is x's gradient if x is invariant; if x is
+  // replicated, x's gradient is partial.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const bool mine = ctx->saved_data["mine"].toBool();
     const bool invariant = ctx->saved_data["invariant"].toBool();
     return {invariant ? replicated_to_invariant(grads[0], mine)
-                      : replicated_to_pending(grads[0], mine, 0),
+                      : replicated_to_partial(grads[0], mine, 0),
             {},
             {},
             {}};
   }
 };
 
-Tensor to_pending_kernel(const Tensor& x, bool mine, double fill, bool) {
+Tensor to_partial_kernel(const Tensor& x, bool mine, double fill, bool) {
   return mine ? x.clone() : at::full_like(x, fill);
 }
-Tensor to_pending_meta(const Tensor& x, bool, double, bool) { return at::empty_like(x); }
-Tensor to_pending_autograd(const Tensor& x, bool mine, double fill, bool invariant) {
-  if (needs_autograd(x)) return ToPending::apply(x, mine, fill, invariant);
-  return kept_or(x, mine, fill);
+Tensor to_partial_meta(const Tensor& x, bool, double, bool) { return at::empty_like(x); }
+Tensor to_partial_autograd(const Tensor& x, bool mine, double fill, bool invariant) {
+  if (needs_autograd(x)) return ToPartial::apply(x, mine, fill, invariant);
+  return value_or_fill(x, mine, fill);
 }
 
-Tensor to_pending(const Tensor& x, bool mine, double fill, bool invariant) {
-  static const auto handle = find_op<decltype(to_pending_kernel)>("_to_pending");
+Tensor to_partial(const Tensor& x, bool mine, double fill, bool invariant) {
+  static const auto handle = find_op<decltype(to_partial_kernel)>("_to_pending");
   return handle.call(x, mine, fill, invariant);
 }
 
@@ -127,12 +127,12 @@ Tensor replicated_to_invariant(const Tensor& x, bool mine) {
   return handle.call(x, mine);
 }
 
-Tensor replicated_to_pending(const Tensor& x, bool mine, double fill) {
-  return to_pending(x, mine, fill, /*invariant=*/false);
+Tensor replicated_to_partial(const Tensor& x, bool mine, double fill) {
+  return to_partial(x, mine, fill, /*invariant=*/false);
 }
 
-Tensor invariant_to_pending(const Tensor& x, bool mine, double fill) {
-  return to_pending(x, mine, fill, /*invariant=*/true);
+Tensor invariant_to_partial(const Tensor& x, bool mine, double fill) {
+  return to_partial(x, mine, fill, /*invariant=*/true);
 }
 
 }  // namespace torch_overlap::ops
@@ -148,17 +148,17 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_kernel);
   m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_kernel);
-  m.impl("_to_pending", torch_overlap::ops::to_pending_kernel);
+  m.impl("_to_pending", torch_overlap::ops::to_partial_kernel);
 }
 
 TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_meta);
   m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_meta);
-  m.impl("_to_pending", torch_overlap::ops::to_pending_meta);
+  m.impl("_to_pending", torch_overlap::ops::to_partial_meta);
 }
 
 TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_autograd);
   m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_autograd);
-  m.impl("_to_pending", torch_overlap::ops::to_pending_autograd);
+  m.impl("_to_pending", torch_overlap::ops::to_partial_autograd);
 }

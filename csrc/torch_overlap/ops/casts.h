@@ -4,17 +4,18 @@
 
 #include <string>
 
-// Casts between what a value may be along a group: replicated (R), invariant (I), pending (P).
+// Casts between the states that a value may have along a group: replicated (R), invariant (I),
+// partial (P).
 namespace torch_overlap::ops {
 
-// Replicated and invariant values, and pending ones: what a rank has stays or becomes neutral, what
-// its gradient means changes. `mine`: this rank is the one whose value counts.
+// A rank's value stays or becomes the neutral element; the meaning of its gradient changes. `mine`:
+// true on the rank whose value counts.
 //   I -> R  the same value; the gradients are summed
 at::Tensor invariant_to_replicated(const at::Tensor& x, const std::string& comm, int64_t size);
-//   R -> I  the same value; of the gradients, which are equal, only one counts
+//   R -> I  the same value; the gradients are equal, and only one of them counts
 at::Tensor replicated_to_invariant(const at::Tensor& x, bool mine);
 //   R -> P, I -> P  the value on one rank, `fill` on the others
-at::Tensor replicated_to_pending(const at::Tensor& x, bool mine, double fill);
-at::Tensor invariant_to_pending(const at::Tensor& x, bool mine, double fill);
+at::Tensor replicated_to_partial(const at::Tensor& x, bool mine, double fill);
+at::Tensor invariant_to_partial(const at::Tensor& x, bool mine, double fill);
 
 }  // namespace torch_overlap::ops

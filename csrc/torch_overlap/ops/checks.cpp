@@ -13,7 +13,7 @@
 namespace torch_overlap::ops {
 namespace {
 
-// In the dtype and on the device of x.
+// Checks that `got` has the dtype and the device of x.
 void check_like_x(std::string_view op, const Argument& argument, const at::Tensor& x,
                   const at::Tensor& got) {
   TORCH_OVERLAP_CHECK(x.scalar_type() == got.scalar_type(), kType, op, ": expected ", argument,
@@ -94,7 +94,7 @@ void check_bias_shape(std::string_view op, const at::Tensor& bias, const at::Ten
       bias.dim() == 1 &&
           weight.sym_size(0).sym_eq(bias.sym_size(0)).expect_true(__FILE__, __LINE__),
       kValue, op, ": expected ", bias_argument(index), " [out_features] of ", weight.sym_size(0),
-      " elements, got shape ", bias.sym_sizes(), " beside a weight of shape ", weight.sym_sizes(),
+      " elements, got shape ", bias.sym_sizes(), " for a weight of shape ", weight.sym_sizes(),
       ". Pass the bias of that weight.");
 }
 

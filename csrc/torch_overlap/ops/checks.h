@@ -13,74 +13,76 @@
 #include "torch_overlap/comm/reduce_op.h"
 #include "torch_overlap/comm/torch_comm.h"
 
-// What the operators share: argument checks (all of them work on symbolic shapes) and how an
-// operator finds its communicator.
+// Shared code of the operators: argument checks, all of which work on symbolic shapes, and the
+// lookup of an operator's communicator.
 namespace torch_overlap::ops {
 
-// `dim` as a non-negative dimension of `x`.
+// Returns `dim` as a non-negative dimension of `x`.
 int64_t wrap_dim(std::string_view op, const at::Tensor& x, int64_t dim, std::string_view what);
 void check_group_size(std::string_view op, int64_t group_size);
-// Guards on equality where the sizes are symbolic.
+// Guards on equality if the sizes are symbolic.
 void check_size(std::string_view op, std::string_view what, const c10::SymInt& expected,
                 const c10::SymInt& got);
-// `name`: that of `x` in the operator's schema.
+// `name`: name of `x` in the operator's schema.
 void check_divisible(std::string_view op, const at::Tensor& x, int64_t dim, int64_t group_size,
                      std::string_view name = "x");
-// As x, `expected`, is.
+// Checks that the dtype of `got` is that of `expected`, which is x.
 void check_dtype(std::string_view op, std::string_view what, const at::Tensor& expected,
                  const at::Tensor& got);
-// 8-bit floats are no operands where nobody gives their scales.
+// Refuses 8-bit floats as operands of an operator that has no scales.
 void check_unscaled(std::string_view op, const at::Tensor& x);
-// An argument in a message: "a weight" of an operator that takes one, or "weights[1]".
+// An argument in an error message: "a weight" of an operator that has one, or "weights[1]".
 struct Argument {
   std::string_view name;
   std::string_view list;
-  int64_t index = -1;  // -1: it is in no list
+  int64_t index = -1;  // -1: not in a list
 };
 inline Argument weight_argument(int64_t index) { return {"a weight", "weights", index}; }
 inline Argument bias_argument(int64_t index) { return {"a bias", "biases", index}; }
 std::ostream& operator<<(std::ostream& out, const Argument& argument);
 
-// The operands of a linear layer on x [..., k]: weight [n, k], bias [n]. `index`: in the lists of
-// an operator that takes several. `ranks`: as many share the k that the weight has.
+// Checks the operands of a linear layer on x [..., k]: weight [n, k], bias [n]. `index`: position
+// in the lists of an operator with several weights. `ranks`: number of ranks among which the k of
+// the weight is split.
 void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
                   int64_t index = -1, int64_t ranks = 1);
 void check_bias(std::string_view op, const at::Tensor& x, const at::Tensor& bias,
                 const at::Tensor& weight, int64_t index = -1);
-// The two checks of them that 8-bit operands share.
+// The shape checks that 8-bit operands share.
 void check_weight_shape(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
                         int64_t index = -1, int64_t ranks = 1);
 void check_bias_shape(std::string_view op, const at::Tensor& bias, const at::Tensor& weight,
                       int64_t index = -1);
-// As many weights as there may be biases; one or more.
+// Checks that there is at least one weight, and one bias per weight if there are biases.
 void check_weight_count(std::string_view op, size_t weights, size_t biases);
-// `value` is one of the space-separated `choices`.
+// Checks that `value` is one of the space-separated `choices`.
 void check_choice(std::string_view op, std::string_view what, std::string_view choices,
                   std::string_view value);
 
-// The communicator `name`, which must have `group_size` ranks.
+// Returns the communicator `name`, which must have `group_size` ranks.
 std::shared_ptr<TorchComm> find_comm(std::string_view op, std::string_view name,
                                      int64_t group_size);
 std::shared_ptr<TorchComm> find_comm(std::string_view name);
 
-// The reduction `name`, which must be one that x's dtype takes.
+// Returns the reduction `name`, which must support x's dtype.
 ReduceOp parse_reduction(std::string_view op, const at::Tensor& x, std::string_view name,
                          const std::optional<at::Scalar>& factor);
 
-// No two elements of `x`, which the operator overwrites, share memory (as those of an expanded
-// tensor do).
+// Checks that no two elements of `x`, which the operator overwrites, share memory (as those of an
+// expanded tensor do).
 void check_no_overlap(std::string_view op, const at::Tensor& x);
 
-// The number that the gradient of a linear reduction is multiplied with: 1 for sum, 1/group_size
-// for avg, the factor for premul_sum. A kUnsupported error for the others, which have no gradient
-// here.
+// Returns the factor by which the gradient of a linear reduction is scaled: 1 for sum, 1/group_size
+// for avg, the factor for premul_sum. Throws a kUnsupported error for the other reductions, which
+// have no gradient.
 double gradient_scale(std::string_view op, std::string_view name, int64_t group_size,
                       const std::optional<at::Scalar>& factor);
 
-// `x` with dimension `dim` first and contiguous: what a rank's part of `x` looks like on the wire.
+// Returns `x` with dimension `dim` first, contiguous: the layout in which a rank's part of `x` is
+// sent.
 at::Tensor dim_first(const at::Tensor& x, int64_t dim);
-// Whether slices along `dim` lie behind each other in a contiguous tensor shaped as `x`, as they do
-// for dimension 0: every dimension before it is of size 1.
+// True if slices along `dim` are consecutive in a contiguous tensor of x's shape, as they are for
+// dimension 0: every dimension before `dim` has size 1.
 bool is_outermost(const at::Tensor& x, int64_t dim);
 
 }  // namespace torch_overlap::ops

@@ -14,38 +14,41 @@
 namespace torch_overlap::ops {
 namespace {
 
-// Below this many rows a chunk's product takes less time than issuing its transfer.
+// A chunk with fewer rows takes less time to multiply than the launch of its transfer.
 constexpr int64_t kMinChunkRows = 256;
 
 constexpr std::string_view kCaller = "caller";
 constexpr std::string_view kRule = "rule";
-constexpr const char* kNotInACapture =
+constexpr const char* kUnsupportedInCapture =
     "no memory can be shared during a capture; call the operator once before it";
-constexpr const char* kCopiesNeedSms =
+constexpr const char* kSharedGpuCopiesNeedSms =
     "ranks share a GPU, where copies need SMs, and a kernel that waits for them has all of these";
 
-// A channel as it is needed: made, or only looked for.
-enum class Need { make, look };
+// make: creates a channel that does not exist. find: only looks for it.
+enum class ChannelLookup { make, find };
 
-struct NeededChannel {
+struct ChannelRequirement {
   OperatorChannel which;
-  int64_t bytes;  // 0: it is not needed
+  int64_t bytes;  // 0: not needed
 };
 
-// Why these channels of a communicator cannot be used; empty if they can.
-std::string obstacle_of(const std::vector<NeededChannel>& channels, const OverlapProblem& problem,
-                        const std::shared_ptr<TorchComm>& comm, Need need) {
+// Returns why these channels of a communicator cannot be used; empty if they can.
+std::string unsupported_reason_of(const std::vector<ChannelRequirement>& channels,
+                                  const OverlapProblem& problem,
+                                  const std::shared_ptr<TorchComm>& comm, ChannelLookup lookup) {
   if (!is_channel_dtype(problem.dtype)) {
     return concat("products of ", problem.dtype, " are torch's");
   }
   if (comm->backend_name() == "fake") return "the communicator has no peers";
   for (const auto& [which, bytes] : channels) {
     if (bytes == 0) continue;
-    const auto channel = need == Need::make ? operator_channel(problem.op, comm, which, bytes)
-                                            : existing_operator_channel(*comm, which);
+    const auto channel = lookup == ChannelLookup::make
+                             ? operator_channel(problem.op, comm, which, bytes)
+                             : existing_operator_channel(*comm, which);
     const bool is_missing = !channel || channel->bytes() < bytes;
-    if (is_missing && (need == Need::make || comm->is_capturing())) return kNotInACapture;
-    if (channel && !channel->transport().is_direct()) return channel->obstacle();
+    if (is_missing && (lookup == ChannelLookup::make || comm->is_capturing()))
+      return kUnsupportedInCapture;
+    if (channel && !channel->transport().is_peer_mapped()) return channel->unsupported_reason();
     if (channel && channel->is_broken()) {
       return "an earlier operation ended half way; reconfigure() the communicator, or make a new "
              "one";
@@ -54,17 +57,18 @@ std::string obstacle_of(const std::vector<NeededChannel>& channels, const Overla
   return {};
 }
 
-std::vector<NeededChannel> channels_of(const OverlapProblem& problem) {
+std::vector<ChannelRequirement> channels_of(const OverlapProblem& problem) {
   return {{OperatorChannel::gather, problem.gather_bytes},
           {OperatorChannel::scatter, problem.scatter_bytes}};
 }
 
-std::string channel_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                             Need need) {
-  return obstacle_of(channels_of(problem), problem, comm, need);
+std::string channel_unsupported_reason(const OverlapProblem& problem,
+                                       const std::shared_ptr<TorchComm>& comm,
+                                       ChannelLookup lookup) {
+  return unsupported_reason_of(channels_of(problem), problem, comm, lookup);
 }
 
-// Whether ranks share a GPU, as far as channels are there.
+// True if ranks share a GPU, as far as existing channels know.
 bool shares_devices(const OverlapProblem& problem, const TorchComm& comm) {
   for (const auto& [which, bytes] : channels_of(problem)) {
     const auto channel = bytes > 0 ? existing_operator_channel(comm, which) : nullptr;
@@ -73,14 +77,15 @@ bool shares_devices(const OverlapProblem& problem, const TorchComm& comm) {
   return false;
 }
 
-std::string direct_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                            Need need) {
-  if (!problem.direct_bytes) {
+std::string low_latency_unsupported_reason(const OverlapProblem& problem,
+                                           const std::shared_ptr<TorchComm>& comm,
+                                           ChannelLookup lookup) {
+  if (!problem.low_latency_bytes) {
     return concat("nothing of this part of ", problem.op, " lies in memory that ranks share");
   }
-  const NeededChannel gathered{OperatorChannel::gather, problem.gather_bytes};
-  const NeededChannel summed{OperatorChannel::sum, *problem.direct_bytes};
-  return obstacle_of({summed.bytes > 0 ? summed : gathered}, problem, comm, need);
+  const ChannelRequirement gathered{OperatorChannel::gather, problem.gather_bytes};
+  const ChannelRequirement summed{OperatorChannel::sum, *problem.low_latency_bytes};
+  return unsupported_reason_of({summed.bytes > 0 ? summed : gathered}, problem, comm, lookup);
 }
 
 FusedShape fused_shape(const OverlapProblem& problem, const TorchComm& comm) {
@@ -92,78 +97,89 @@ FusedShape fused_shape(const OverlapProblem& problem, const TorchComm& comm) {
           .k = problem.local_k};
 }
 
-// What a kernel that multiplies and sums needs of a channel; 0: there is none.
-int64_t reduce_room(const OverlapProblem& problem, const TorchComm& comm, const FusedShape& shape) {
-  if (!problem.reduces) return 0;
-  return overlap_device(problem.op, comm.device().type()).reduce_room(shape);
+// Returns the channel bytes of a kernel that multiplies and sums; 0 if there is none.
+int64_t max_fused_allreduce_bytes(const OverlapProblem& problem, const TorchComm& comm,
+                                  const FusedShape& shape) {
+  if (!problem.is_all_reduce) return 0;
+  return overlap_device(problem.op, comm.device().type()).max_fused_allreduce_bytes(shape);
 }
 
-// Whether that kernel is to be taken where nothing was measured.
-bool reduce_pays(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
-  return problem.reduces &&
+// True if that kernel is the default when nothing was measured.
+bool should_fuse_allreduce(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
+  return problem.is_all_reduce &&
          overlap_device(problem.op, comm->device().type())
-             .reduce_pays(fused_shape(problem, *comm), least_sm_count(problem, comm));
+             .should_fuse_allreduce(fused_shape(problem, *comm), min_sm_count(problem, comm));
 }
 
-// Why the device has no fused kernel for it, or that cannot be used; empty if it can.
-std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                           Need need) {
+// Returns why the device has no fused kernel for the problem, or why it cannot be used; empty if it
+// can.
+std::string fused_unsupported_reason(const OverlapProblem& problem,
+                                     const std::shared_ptr<TorchComm>& comm, ChannelLookup lookup) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
   OverlapDevice& device = overlap_device(problem.op, comm->device().type());
   const FusedShape shape = fused_shape(problem, *comm);
-  auto why = device.fused_obstacle(shape);
+  auto why = device.fused_unsupported_reason(shape);
   if (!why.empty()) return why;
-  if (const int64_t room = reduce_room(problem, *comm, shape); room > 0) {
-    return obstacle_of({{OperatorChannel::reduce, room}}, problem, comm, need);
+  if (const int64_t required_bytes = max_fused_allreduce_bytes(problem, *comm, shape);
+      required_bytes > 0) {
+    return unsupported_reason_of({{OperatorChannel::reduce, required_bytes}}, problem, comm,
+                                 lookup);
   }
-  auto no_channel = channel_obstacle(problem, comm, need);
-  if (!no_channel.empty() || !problem.waits_for_copies()) return no_channel;
-  return shares_devices(problem, *comm) ? kCopiesNeedSms : "";
+  auto no_channel = channel_unsupported_reason(problem, comm, lookup);
+  if (!no_channel.empty() || !problem.fused_kernel_waits_for_copies()) return no_channel;
+  return shares_devices(problem, *comm) ? kSharedGpuCopiesNeedSms : "";
 }
 
-// An algorithm, and what says why it cannot be; null: it always can.
-struct Kind {
+// An algorithm and the function that returns why it cannot run; null: it always can.
+struct AlgorithmInfo {
   std::string_view name;
-  std::string (*obstacle)(const OverlapProblem&, const std::shared_ptr<TorchComm>&, Need);
+  std::string (*unsupported_reason)(const OverlapProblem&, const std::shared_ptr<TorchComm>&,
+                                    ChannelLookup);
 };
 
-// By Algorithm.
-constexpr std::array<Kind, 6> kKinds{{{"sequential", nullptr},
-                                      {"chunked", nullptr},
-                                      {"ring", channel_obstacle},
-                                      {"bulk", channel_obstacle},
-                                      {"fused", fused_obstacle},
-                                      {"direct", direct_obstacle}}};
+// Indexed by Algorithm.
+constexpr std::array<AlgorithmInfo, 6> kAlgorithms{
+    {{"sequential", nullptr},
+     {"pipelined", nullptr},
+     {"p2p", channel_unsupported_reason},
+     {"bulk", channel_unsupported_reason},
+     {"fused", fused_unsupported_reason},
+     {"low_latency", low_latency_unsupported_reason}}};
 
 std::optional<Algorithm> algorithm_of(std::string_view name) {
-  const auto* const found = std::find_if(kKinds.begin(), kKinds.end(),
-                                         [name](const Kind& kind) { return kind.name == name; });
-  if (found == kKinds.end()) return std::nullopt;
-  return static_cast<Algorithm>(found - kKinds.begin());
+  const auto* const found =
+      std::find_if(kAlgorithms.begin(), kAlgorithms.end(),
+                   [name](const AlgorithmInfo& info) { return info.name == name; });
+  if (found == kAlgorithms.end()) return std::nullopt;
+  return static_cast<Algorithm>(found - kAlgorithms.begin());
 }
 
-bool has_obstacles(Algorithm algorithm) {
-  return kKinds.at(static_cast<size_t>(algorithm)).obstacle != nullptr;
+bool can_be_unsupported(Algorithm algorithm) {
+  return kAlgorithms.at(static_cast<size_t>(algorithm)).unsupported_reason != nullptr;
 }
 
-std::string obstacle(Algorithm algorithm, const OverlapProblem& problem,
-                     const std::shared_ptr<TorchComm>& comm, Need need) {
-  if (!has_obstacles(algorithm)) return {};
-  return kKinds.at(static_cast<size_t>(algorithm)).obstacle(problem, comm, need);
+std::string unsupported_reason(Algorithm algorithm, const OverlapProblem& problem,
+                               const std::shared_ptr<TorchComm>& comm, ChannelLookup lookup) {
+  if (!can_be_unsupported(algorithm)) return {};
+  return kAlgorithms.at(static_cast<size_t>(algorithm)).unsupported_reason(problem, comm, lookup);
 }
 
-// Whether "fused" is to be taken where nothing was measured, of rows that are worth it. Of what
-// was, it is the quickest or, in gathers, near it, and the one that costs the host least. Kernels
-// of ranks that share a GPU would wait for each other's SMs.
-bool fused_pays(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm, Need need) {
-  return problem.local_k > 0 && reduce_room(problem, *comm, fused_shape(problem, *comm)) == 0 &&
-         obstacle(Algorithm::fused, problem, comm, need).empty() && !shares_devices(problem, *comm);
+// True if "fused" is the default when nothing was measured, for enough rows. It costs the host the
+// least and is the fastest measured algorithm or, for gathers, close to it. If ranks share a GPU,
+// their kernels would wait for each other's SMs.
+bool should_use_fused(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                      ChannelLookup lookup) {
+  return problem.local_k > 0 &&
+         max_fused_allreduce_bytes(problem, *comm, fused_shape(problem, *comm)) == 0 &&
+         unsupported_reason(Algorithm::fused, problem, comm, lookup).empty() &&
+         !shares_devices(problem, *comm);
 }
 
-// Where nothing was measured.
+// Chooses when nothing was measured.
 Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                      Need need) {
-  if (reduce_pays(problem, comm) && obstacle(Algorithm::fused, problem, comm, need).empty()) {
+                      ChannelLookup lookup) {
+  if (should_fuse_allreduce(problem, comm) &&
+      unsupported_reason(Algorithm::fused, problem, comm, lookup).empty()) {
     return {Algorithm::fused,
             concat("one kernel multiplies and sums products of ", problem.m, " rows"), kRule};
   }
@@ -173,28 +189,31 @@ Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<Torch
                    kMinChunkRows, " are worth it"),
             kRule};
   }
-  // On a CPU nothing runs beside a product but the communicator's threads.
-  if (comm->device().is_cpu()) return {Algorithm::chunked, "a CPU", kRule};
-  if (fused_pays(problem, comm, need)) {
+  // On a CPU only the communicator's threads run concurrently with a product.
+  if (comm->device().is_cpu()) return {Algorithm::pipelined, "a CPU", kRule};
+  if (should_use_fused(problem, comm, lookup)) {
     return {Algorithm::fused, "a kernel waits for the other ranks by itself", kRule};
   }
   if (!problem.prefers_channels) {
-    return {Algorithm::chunked, concat("pieces of ", problem.chunk_rows, " rows"), kRule};
+    return {Algorithm::pipelined, concat("pieces of ", problem.chunk_rows, " rows"), kRule};
   }
-  const auto why = obstacle(Algorithm::ring, problem, comm, need);
-  if (!why.empty()) return {Algorithm::chunked, why, kRule};
-  return {Algorithm::ring, "ranks reach each other's memory", kRule};
+  const auto why = unsupported_reason(Algorithm::p2p, problem, comm, lookup);
+  if (!why.empty()) return {Algorithm::pipelined, why, kRule};
+  return {Algorithm::p2p, "ranks reach each other's memory", kRule};
 }
 
-std::optional<Tuned> measured(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                              bool in_graph, Need need) {
-  return need == Need::make ? find_tuned(problem, comm, in_graph)
-                            : look_for_tuned(problem, comm, in_graph);
+std::optional<TunedAlgorithm> measured(const OverlapProblem& problem,
+                                       const std::shared_ptr<TorchComm>& comm, bool in_graph,
+                                       ChannelLookup lookup) {
+  return lookup == ChannelLookup::make ? find_tuned(problem, comm, in_graph)
+                                       : find_tuned_local(problem, comm, in_graph);
 }
 
-// Of few rows "fused" is another kernel: what was measured of one says nothing of the other. Sizes
-// that are known to half a power of two are rounded to what any kernel takes.
-bool is_of_the_kernel(const Tuned& tuned, const OverlapProblem& problem, const TorchComm& comm) {
+// False if the measurement ran another kernel: for few rows "fused" is a different one, and a
+// measurement of one does not apply to the other. Sizes known to half a power of two are rounded to
+// multiples that any kernel supports.
+bool is_same_fused_kernel(const TunedAlgorithm& tuned, const OverlapProblem& problem,
+                          const TorchComm& comm) {
   constexpr int64_t kUnit = 64;
   const auto rounded = [](int64_t size) { return (size + kUnit - 1) / kUnit * kUnit; };
   const FusedShape shape = fused_shape(problem, comm);
@@ -202,92 +221,94 @@ bool is_of_the_kernel(const Tuned& tuned, const OverlapProblem& problem, const T
   measured.rows.rows = tuned.m;
   measured.n = rounded(tuned.n);
   measured.k = rounded(tuned.k / comm.size());
-  return (reduce_room(problem, comm, measured) > 0) == (reduce_room(problem, comm, shape) > 0);
+  return (max_fused_allreduce_bytes(problem, comm, measured) > 0) ==
+         (max_fused_allreduce_bytes(problem, comm, shape) > 0);
 }
 
-// Whether it is that kernel, where it may leave other streams no SM while it waits for ranks.
-// Eagerly nothing orders it before kernels there that wait, too.
-bool is_for_graphs(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
-  return reduce_room(problem, *comm, fused_shape(problem, *comm)) > 0 &&
-         !reduce_pays(problem, comm);
+// True if the kernel that multiplies and sums is for graphs only: while it waits for ranks it may
+// leave no SM to other streams, and in eager mode nothing orders it before kernels there that wait,
+// too.
+bool is_graph_only(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
+  return max_fused_allreduce_bytes(problem, *comm, fused_shape(problem, *comm)) > 0 &&
+         !should_fuse_allreduce(problem, comm);
 }
 
-// What was measured for captured calls, or for eager ones, and can be; else by rule. What the other
-// mode was measured for is better than a rule.
-Choice choose_for(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                  bool in_graph, Need need) {
-  std::string why_not;  // what was measured
-  std::string passed_over;
+// Chooses the measured algorithm of this mode (captured or eager) if it can run, otherwise that of
+// the other mode, which is better than a rule, otherwise by the rule.
+Choice choose_for_mode(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                       bool in_graph, ChannelLookup lookup) {
+  std::string tuned_unsupported_reason;  // why the measured one cannot run
+  std::string tuned_note;
   for (const bool mode : {in_graph, !in_graph}) {
-    const auto tuned = measured(problem, comm, mode, need);
+    const auto tuned = measured(problem, comm, mode, lookup);
     const auto known = tuned ? algorithm_of(tuned->algorithm) : std::nullopt;
     if (!known) continue;
-    if (*known == Algorithm::fused && (!is_of_the_kernel(*tuned, problem, *comm) ||
-                                       (!in_graph && is_for_graphs(problem, comm)))) {
+    if (*known == Algorithm::fused && (!is_same_fused_kernel(*tuned, problem, *comm) ||
+                                       (!in_graph && is_graph_only(problem, comm)))) {
       continue;
     }
-    const auto why = obstacle(*known, problem, comm, need);
+    const auto why = unsupported_reason(*known, problem, comm, lookup);
     if (why.empty()) {
-      const auto* const for_what = tuned->is_like ? " for a like size, " : ", ";
+      const auto* const for_what = tuned->is_other_size ? " for a like size, " : ", ";
       return {*known, concat("measured as the quickest", for_what, tuned->source), tuned->source};
     }
-    if (!why_not.empty()) continue;
-    why_not = why;
-    passed_over = concat("; '", to_string(*known), "' of the ", tuned->source, " cannot be: ", why);
+    if (!tuned_unsupported_reason.empty()) continue;
+    tuned_unsupported_reason = why;
+    tuned_note = concat("; '", to_string(*known), "' of the ", tuned->source, " cannot be: ", why);
   }
-  Choice choice = choose_by_rule(problem, comm, need);
-  if (choice.why != why_not) choice.why += passed_over;
+  Choice choice = choose_by_rule(problem, comm, lookup);
+  if (choice.why != tuned_unsupported_reason) choice.why += tuned_note;
   return choice;
 }
 
 Choice choose(const OverlapProblem& problem, std::string_view algorithm,
-              const std::shared_ptr<TorchComm>& comm, Need need) {
+              const std::shared_ptr<TorchComm>& comm, ChannelLookup lookup) {
   if (const auto asked = algorithm_of(algorithm)) {
-    const auto why = obstacle(*asked, problem, comm, need);
+    const auto why = unsupported_reason(*asked, problem, comm, lookup);
     TORCH_OVERLAP_CHECK(why.empty(), kUnsupported, problem.op, ": expected what algorithm '",
                         algorithm, "' needs, got: ", why, ". Use 'auto' or 'sequential'.");
     return {*asked, "asked for", kCaller};
   }
   if (comm->size() == 1) return {Algorithm::sequential, "one rank", kRule};
   const bool in_graph = comm->is_capturing();
-  // No memory can be shared in a capture: what a captured call would need is made by the eager one
-  // before it, though that may go another way itself.
-  if (need == Need::make && !in_graph) (void)choose_for(problem, comm, /*in_graph=*/true, need);
-  return choose_for(problem, comm, in_graph, need);
+  // No memory can be shared during a capture. The eager call before a capture therefore creates the
+  // channels that the captured call needs, even if it uses another algorithm itself.
+  if (lookup == ChannelLookup::make && !in_graph)
+    (void)choose_for_mode(problem, comm, /*in_graph=*/true, lookup);
+  return choose_for_mode(problem, comm, in_graph, lookup);
 }
 
-// What a kept choice was made of, besides its question.
-struct Facts {
+// The state that a cached choice depends on, apart from its key.
+struct CacheVersion {
   uint64_t tuning;
   uint64_t channels;
-  bool operator==(const Facts&) const = default;
-  static Facts now() { return {tuning_version(), OverlapChannel::changes()}; }
+  bool operator==(const CacheVersion&) const = default;
+  static CacheVersion now() { return {tuning_version(), OverlapChannel::changes()}; }
 };
 
-struct Question {
+struct ChoiceKey {
   OverlapProblem problem;
-  std::optional<Algorithm> asked;  // none: "auto"
+  std::optional<Algorithm> asked;  // empty: "auto"
   bool in_graph;
-  bool operator==(const Question&) const = default;
+  bool operator==(const ChoiceKey&) const = default;
 };
 
-struct QuestionHash {
-  size_t operator()(const Question& question) const noexcept {
-    const OverlapProblem& problem = question.problem;
+struct ChoiceKeyHash {
+  size_t operator()(const ChoiceKey& key) const noexcept {
+    const OverlapProblem& problem = key.problem;
     return c10::get_hash(problem.op, problem.dtype, problem.m, problem.n, problem.k,
-                         problem.chunk_rows, problem.local_n, question.asked.has_value(),
-                         question.in_graph);
+                         problem.chunk_rows, problem.local_n, key.asked.has_value(), key.in_graph);
   }
 };
 
-// The choices of a communicator, which an eager call has no time to make again.
-class KeptChoices final : public CommAttachment {
+// Caches the choices of a communicator, so that eager calls do not repeat them.
+class ChoiceCache final : public CommAttachment {
  public:
-  static std::shared_ptr<KeptChoices> of(TorchComm& comm) {
+  static std::shared_ptr<ChoiceCache> of(TorchComm& comm) {
     constexpr std::string_view kName = "choices";
-    auto kept = std::static_pointer_cast<KeptChoices>(comm.attachment(kName));
+    auto kept = std::static_pointer_cast<ChoiceCache>(comm.attachment(kName));
     if (!kept) {
-      kept = std::make_shared<KeptChoices>();
+      kept = std::make_shared<ChoiceCache>();
       comm.attach(kName, kept);
     }
     return kept;
@@ -295,43 +316,43 @@ class KeptChoices final : public CommAttachment {
   void drain(std::chrono::milliseconds) noexcept override {}
 
   template <typename Choose>
-  Algorithm keep(const Question& question, const Choose& choose) {
-    const Facts facts = Facts::now();
+  Algorithm keep(const ChoiceKey& key, const Choose& choose) {
+    const CacheVersion version = CacheVersion::now();
     {
       const std::lock_guard lock(mutex_);
-      if (facts_ != facts) answers_.clear();
-      facts_ = facts;
-      if (const auto known = answers_.find(question); known != answers_.end()) return known->second;
+      if (version_ != version) choices_.clear();
+      version_ = version;
+      if (const auto known = choices_.find(key); known != choices_.end()) return known->second;
     }
     const Algorithm answer = choose();
     const std::lock_guard lock(mutex_);
-    constexpr size_t kMost = 4096;  // shapes without end are chosen for again
-    if (facts_ == facts && answers_.size() < kMost) answers_.emplace(question, answer);
+    constexpr size_t kMaxChoices = 4096;  // beyond this, new shapes are not cached
+    if (version_ == version && choices_.size() < kMaxChoices) choices_.emplace(key, answer);
     return answer;
   }
 
  private:
   std::mutex mutex_;
-  Facts facts_{};
-  std::unordered_map<Question, Algorithm, QuestionHash> answers_;
+  CacheVersion version_{};
+  std::unordered_map<ChoiceKey, Algorithm, ChoiceKeyHash> choices_;
 };
 
 }  // namespace
 
 std::string_view to_string(Algorithm algorithm) {
-  return kKinds.at(static_cast<size_t>(algorithm)).name;
+  return kAlgorithms.at(static_cast<size_t>(algorithm)).name;
 }
 
 std::vector<std::string> algorithm_names() {
   std::vector<std::string> names;
-  for (const Kind& kind : kKinds) names.emplace_back(kind.name);
+  for (const AlgorithmInfo& info : kAlgorithms) names.emplace_back(info.name);
   return names;
 }
 
 void check_algorithm(std::string_view op, std::string_view algorithm) {
   if (algorithm == "auto" || algorithm_of(algorithm)) return;
   std::string known = "auto";
-  for (const Kind& kind : kKinds) known += concat(", ", kind.name);
+  for (const AlgorithmInfo& info : kAlgorithms) known += concat(", ", info.name);
   fail(ErrorKind::kValue, op, ": expected algorithm to be one of ", known, ", got '", algorithm,
        "'. Use one of them.");
 }
@@ -341,17 +362,17 @@ Algorithm choose_algorithm(const OverlapProblem& problem, std::string_view algor
                            const std::function<void()>& check) {
   check_algorithm(problem.op, algorithm);
   const auto asked = algorithm_of(algorithm);
-  if (asked && !has_obstacles(*asked)) return *asked;
-  return KeptChoices::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
+  if (asked && !can_be_unsupported(*asked)) return *asked;
+  return ChoiceCache::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
     if (check) check();
-    return choose(problem, algorithm, comm, Need::make).algorithm;
+    return choose(problem, algorithm, comm, ChannelLookup::make).algorithm;
   });
 }
 
 Choice explain_algorithm(const OverlapProblem& problem, std::string_view algorithm,
                          const std::shared_ptr<TorchComm>& comm) {
   check_algorithm(problem.op, algorithm);
-  return choose(problem, algorithm, comm, Need::look);
+  return choose(problem, algorithm, comm, ChannelLookup::find);
 }
 
 bool is_channel_dtype(at::ScalarType dtype) {

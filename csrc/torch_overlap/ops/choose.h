@@ -14,83 +14,86 @@
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/overlap/fused.h"
 
-// Which way a fused operator goes.
+// Selection of the algorithm of a fused operator.
 namespace torch_overlap::ops {
 
-enum class Algorithm { sequential, chunked, ring, bulk, fused, direct };
+enum class Algorithm { sequential, pipelined, p2p, bulk, fused, low_latency };
 TORCH_OVERLAP_API std::string_view to_string(Algorithm algorithm);
-// All but "auto".
+// Returns every algorithm name except "auto".
 TORCH_OVERLAP_API std::vector<std::string> algorithm_names();
-// Throws a kValue error that lists the choices for an unknown one.
+// Throws a kValue error that lists the choices if `algorithm` is unknown.
 void check_algorithm(std::string_view op, std::string_view algorithm);
 
-// What a choice depends on.
+// The properties of a call on which the choice depends.
 struct OverlapProblem {
-  std::string_view op;   // lives as long as the process
-  at::ScalarType dtype;  // of what is sent or summed; of 8-bit operators that of the result
-  // [m, k] x [k, n] of the whole layer, all ranks' rows and features together. 0: is not measured.
+  std::string_view op;   // has static storage duration
+  at::ScalarType dtype;  // dtype that is sent or summed; for 8-bit operators, the result's
+  // Product [m, k] x [k, n] of the whole layer: all ranks' rows and features. 0: no measurements
+  // exist.
   int64_t m = 0;
   int64_t n = 0;
   int64_t k = 0;
-  int64_t chunk_rows = 0;  // of one rank's chunk, or of a piece
-  // What channels must have room for; 0: none is used.
+  int64_t chunk_rows = 0;  // rows of one rank's chunk, or of a piece
+  // Capacity in bytes that the channels must have. 0: the channel is not used.
   int64_t gather_bytes = 0;
   int64_t scatter_bytes = 0;
-  // Of this rank's product, where the operator has fused kernels; 0: it has none. local_m: rows of
-  // one kernel; 0: a chunk of each rank. types: where they are not all `dtype`.
+  // This rank's product, if the operator has fused kernels. 0: it has none. local_m: rows of one
+  // kernel; 0: one chunk of each rank. types: set if they are not all `dtype`.
   int64_t local_n = 0;
   int64_t local_k = 0;
   int64_t local_m = 0;
   std::optional<FusedTypes> types = std::nullopt;
-  // What the channel of sums must have room for, by "direct"; 0: it uses that of what is gathered.
-  // Not there: it has no such way.
-  std::optional<int64_t> direct_bytes = std::nullopt;
-  // Whether its sums are everybody's: of few rows the device may have one kernel that multiplies
-  // and sums (OverlapDevice::reduce_room()), which is "fused" then, over a channel of its own.
-  bool reduces = false;
-  // Whether "auto" takes channels where nothing was measured.
+  // Capacity in bytes that "low_latency" needs of the channel of sums. 0: it uses the gather
+  // channel. Empty: the operator has no such algorithm.
+  std::optional<int64_t> low_latency_bytes = std::nullopt;
+  // True if every rank gets the sum. For few rows the device may then have one kernel that
+  // multiplies and sums (OverlapDevice::max_fused_allreduce_bytes()). "fused" is that kernel then,
+  // over a channel of its own.
+  bool is_all_reduce = false;
+  // True if "auto" prefers channels when nothing was measured.
   bool prefers_channels = true;
 
   bool operator==(const OverlapProblem&) const = default;
 
-  // Its fused kernel may wait for what copies bring.
-  bool waits_for_copies() const { return gather_bytes > 0 && scatter_bytes == 0; }
+  // True if the fused kernel may wait for data that copies deliver.
+  bool fused_kernel_waits_for_copies() const { return gather_bytes > 0 && scatter_bytes == 0; }
 };
 
 struct Choice {
   Algorithm algorithm;
   std::string why;
-  // Who has chosen: "caller", "table" (shipped), "cache" (of `python -m torch_overlap tune`), or
-  // "rule".
+  // Source of the choice: "caller", "table" (shipped), "cache" (of `python -m torch_overlap tune`),
+  // or "rule".
   std::string_view decided_by;
 };
 
-// `algorithm` as it was asked for, or what "auto" finds: in the table, else in the cache, else for
-// like sizes in either, else by the number of rows and what the ranks can do. The same on all
-// ranks, and collective where channels are used that are not there yet, or where the ranks have not
-// met over the cache. kUnsupported where what was asked for cannot be. The communicator keeps it
-// for the next call, until set_tuning() or a change of what its channels can do. `check` is called
-// before anything is sent, if it is: what it throws is thrown.
+// Returns the requested `algorithm`, or the one that "auto" selects: from the table, otherwise from
+// the cache, otherwise from the nearest measured sizes in either, otherwise by a rule on the number
+// of rows and the ranks' capabilities. The result is the same on all ranks. The call is collective
+// if it uses channels that do not exist yet, or if the ranks have not exchanged their caches.
+// Throws kUnsupported if the requested algorithm cannot run. The communicator caches the result
+// until set_tuning() or until the capabilities of its channels change. `check`, if set, is called
+// before anything is sent; its exceptions propagate.
 TORCH_OVERLAP_API Algorithm choose_algorithm(const OverlapProblem& problem,
                                              std::string_view algorithm,
                                              const std::shared_ptr<TorchComm>& comm,
                                              const std::function<void()>& check = {});
-// The same, and why, without communication: on the assumption that ranks reach each other's memory
-// and have a GPU each where nobody has tried yet (they tell their devices when they share memory,
-// not before), and that all have this rank's cache.
+// Returns the same choice and its reason without communication. Assumes, where it is not known yet,
+// that the ranks map each other's memory and have one GPU each (ranks exchange their devices only
+// when they share memory), and that every rank has this rank's cache.
 TORCH_OVERLAP_API Choice explain_algorithm(const OverlapProblem& problem,
                                            std::string_view algorithm,
                                            const std::shared_ptr<TorchComm>& comm);
 
-// What `algorithm` means for a forward pass: "bulk" hides only the communication of gradients.
+// Returns the algorithm of the forward pass: "bulk" overlaps only the communication of gradients.
 inline std::string_view forward_algorithm(std::string_view algorithm) {
   return algorithm == "bulk" ? "sequential" : algorithm;
 }
 
-// Whether products over channels take it, and channels sum it.
+// True if the products over channels support this dtype and channels can sum it.
 bool is_channel_dtype(at::ScalarType dtype);
 
-// Whether a chunk of so many rows outlasts what its transfer costs to start.
+// True if a chunk of this many rows takes longer than the launch of its transfer.
 bool is_worth_chunks(int64_t rows);
 
 }  // namespace torch_overlap::ops

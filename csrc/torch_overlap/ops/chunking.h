@@ -5,11 +5,11 @@
 
 #include "torch_overlap/base/export.h"
 
-// How the fused operators cut rows into pieces. Which chunk goes where: overlap/schedule.h.
+// Splits rows into pieces for the fused operators. overlap/schedule.h orders the chunks.
 namespace torch_overlap::ops {
 
-// [0, rows) in at most `count` consecutive pieces that differ by `unit` rows at most, none empty.
-// They are multiples of unit, as rows is.
+// Splits [0, rows) into at most `count` consecutive, non-empty pieces whose lengths differ by at
+// most `unit` rows. Each piece is a multiple of `unit`, as `rows` is.
 struct RowRange {
   int64_t begin;
   int64_t length;

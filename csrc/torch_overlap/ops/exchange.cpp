@@ -11,35 +11,35 @@
 namespace torch_overlap::ops {
 namespace {
 
-// As one collective for each matrix, which the constructor waits for.
+// One collective for each matrix; the constructor waits for them.
 class CollectiveRowExchange final : public RowExchange {
  public:
   CollectiveRowExchange(TorchComm& comm, const std::vector<at::Tensor>& matrices)
       : RowExchange(comm, matrices, /*pieces=*/1) {
-    joined_ = at::empty({own(), total_}, matrices[0].options());
+    gathered_ = at::empty({own(), total_}, matrices[0].options());
     for (size_t i = 0; i < matrices.size(); ++i) {
       const int64_t width = matrices[i].size(1);
       const auto received = at::empty({size_, own(), width}, matrices[i].options());
       comm.all_to_all_single(received, matrices[i].view(received.sizes()), /*async_op=*/false);
-      columns(joined_, i).unflatten(1, {size_, width}).copy_(received.movedim(0, 1));
+      columns(gathered_, i).unflatten(1, {size_, width}).copy_(received.movedim(0, 1));
     }
   }
 
  private:
-  void arrive(size_t) override {}
+  void receive_step(size_t) override {}
 };
 
-// In pieces, which the communicator sends and receives.
-class ChunkedRowExchange final : public RowExchange {
+// The communicator sends and receives the rows in pieces.
+class PipelinedRowExchange final : public RowExchange {
  public:
-  ChunkedRowExchange(TorchComm& comm, const std::vector<at::Tensor>& matrices, int64_t pieces)
+  PipelinedRowExchange(TorchComm& comm, const std::vector<at::Tensor>& matrices, int64_t pieces)
       : RowExchange(comm, matrices, pieces) {
-    joined_ = at::empty({own(), total_}, matrices[0].options());
+    gathered_ = at::empty({own(), total_}, matrices[0].options());
     for (const auto& matrix : matrices) {
       received_.push_back(at::empty({size_, own(), matrix.size(1)}, matrix.options()));
     }
     for (size_t step = 0; step < steps() && size_ > 1; ++step) {
-      const Span span("chunk_comm", step);
+      const ProfilerRange span("chunk_comm", step);
       const auto [begin, length] = range(step);
       std::vector<P2POp> transfers;
       for (const auto& [to, give, from, get] : scatter_schedule(rank_, size_).exchanges) {
@@ -57,14 +57,14 @@ class ChunkedRowExchange final : public RowExchange {
   }
 
  private:
-  void arrive(size_t step) override {
+  void receive_step(size_t step) override {
     if (step < works_.size()) {
-      const Span span("chunk_wait", step);
+      const ProfilerRange span("chunk_wait", step);
       works_[step]->wait();
     }
     const auto [begin, length] = range(step);
     for (size_t i = 0; i < received_.size(); ++i) {
-      columns(joined_.narrow(0, begin, length), i)
+      columns(gathered_.narrow(0, begin, length), i)
           .unflatten(1, {size_, received_[i].size(2)})
           .copy_(received_[i].narrow(1, begin, length).movedim(0, 1));
     }
@@ -74,15 +74,15 @@ class ChunkedRowExchange final : public RowExchange {
   std::vector<WorkPtr> works_;
 };
 
-// By the communicator, to where the results are.
-class ChunkedColumnExchange final : public ColumnExchange {
+// The communicator sends the parts directly to their place in the results.
+class PipelinedColumnExchange final : public ColumnExchange {
  public:
-  ChunkedColumnExchange(TorchComm& comm, const std::vector<at::Tensor>& into)
+  PipelinedColumnExchange(TorchComm& comm, const std::vector<at::Tensor>& into)
       : ColumnExchange(comm, into), comm_(comm) {}
 
   void wait_all() override {
     for (size_t step = 0; step < works_.size(); ++step) {
-      const Span span("chunk_wait", step);
+      const ProfilerRange span("chunk_wait", step);
       works_[step]->wait();
     }
     works_.clear();
@@ -103,14 +103,15 @@ class ChunkedColumnExchange final : public ColumnExchange {
 }  // namespace
 
 void check_exchange_algorithm(std::string_view op, std::string_view algorithm) {
-  check_choice(op, "algorithm", "auto sequential chunked ring", algorithm);
+  check_choice(op, "algorithm", "auto sequential pipelined p2p", algorithm);
 }
 
 Algorithm choose_exchange(const OverlapProblem& problem, std::string_view algorithm,
                           const std::shared_ptr<TorchComm>& comm) {
   const auto chosen = choose_algorithm(problem, algorithm, comm);
-  // The others are ways of other operators.
-  return chosen == Algorithm::chunked || chosen == Algorithm::ring ? chosen : Algorithm::sequential;
+  // The other algorithms do not apply to exchanges.
+  return chosen == Algorithm::pipelined || chosen == Algorithm::p2p ? chosen
+                                                                    : Algorithm::sequential;
 }
 
 RowExchange::RowExchange(const TorchComm& comm, const std::vector<at::Tensor>& matrices,
@@ -120,7 +121,7 @@ RowExchange::RowExchange(const TorchComm& comm, const std::vector<at::Tensor>& m
       matrices_(matrices),
       ranges_(row_chunks(own(), pieces)) {
   for (const auto& matrix : matrices_) {
-    begins_.push_back(total_);
+    column_offsets_.push_back(total_);
     total_ += size_ * matrix.size(1);
   }
 }
@@ -129,34 +130,35 @@ std::unique_ptr<RowExchange> RowExchange::start(std::string_view op,
                                                 const std::shared_ptr<TorchComm>& comm,
                                                 const std::vector<at::Tensor>& matrices,
                                                 int64_t pieces, Algorithm algorithm) {
-  if (algorithm == Algorithm::ring) return start_channel_rows(op, comm, matrices, pieces);
-  if (algorithm == Algorithm::chunked) {
-    return std::make_unique<ChunkedRowExchange>(*comm, matrices, pieces);
+  if (algorithm == Algorithm::p2p) return start_channel_rows(op, comm, matrices, pieces);
+  if (algorithm == Algorithm::pipelined) {
+    return std::make_unique<PipelinedRowExchange>(*comm, matrices, pieces);
   }
   return std::make_unique<CollectiveRowExchange>(*comm, matrices);
 }
 
 at::Tensor RowExchange::wait(size_t step) {
   if (step >= waited_) {
-    arrive(step);
+    receive_step(step);
     waited_ = step + 1;
   }
   const auto [begin, length] = ranges_[step];
-  return joined_.narrow(0, begin, length);
+  return gathered_.narrow(0, begin, length);
 }
 
 at::Tensor RowExchange::wait_all() {
   for (size_t step = waited_; step < steps(); ++step) wait(step);
-  return joined_;
+  return gathered_;
 }
 
 at::Tensor RowExchange::columns(const at::Tensor& rows, size_t i) const {
-  return rows.narrow(1, begins_[i], size_ * matrices_[i].size(1));
+  return rows.narrow(1, column_offsets_[i], size_ * matrices_[i].size(1));
 }
 
-at::Tensor RowExchange::place(size_t i, int from, const RowRange& rows) const {
+at::Tensor RowExchange::destination(size_t i, int from, const RowRange& rows) const {
   const int64_t width = matrices_[i].size(1);
-  return joined_.narrow(0, rows.begin, rows.length).narrow(1, begins_[i] + from * width, width);
+  return gathered_.narrow(0, rows.begin, rows.length)
+      .narrow(1, column_offsets_[i] + from * width, width);
 }
 
 at::Tensor RowExchange::part(size_t i, int to, const RowRange& rows) const {
@@ -167,7 +169,7 @@ ColumnExchange::ColumnExchange(const TorchComm& comm, const std::vector<at::Tens
     : rank_(comm.rank()), schedule_(scatter_schedule(comm.rank(), comm.size())) {
   for (const auto& result : into) {
     results_.push_back(result.view({comm.size(), result.size(0) / comm.size(), result.size(1)}));
-    outgoing_.push_back(at::empty(
+    send_buffers_.push_back(at::empty(
         {comm.size() - 1, results_.back().size(1), results_.back().size(2)}, result.options()));
   }
 }
@@ -176,21 +178,21 @@ std::unique_ptr<ColumnExchange> ColumnExchange::start(std::string_view op,
                                                       const std::shared_ptr<TorchComm>& comm,
                                                       const std::vector<at::Tensor>& into,
                                                       Algorithm algorithm) {
-  if (algorithm == Algorithm::ring) return start_channel_columns(op, comm, into);
-  return std::make_unique<ChunkedColumnExchange>(*comm, into);
+  if (algorithm == Algorithm::p2p) return start_channel_columns(op, comm, into);
+  return std::make_unique<PipelinedColumnExchange>(*comm, into);
 }
 
 at::Tensor ColumnExchange::part(size_t i, size_t step) const {
-  return step + 1 == steps() ? results_[i][rank_] : outgoing_[i][static_cast<int64_t>(step)];
+  return step + 1 == steps() ? results_[i][rank_] : send_buffers_[i][static_cast<int64_t>(step)];
 }
 
 void ColumnExchange::send(size_t i, size_t step) {
   if (step + 1 == steps()) return;
-  const Span span("chunk_comm", step);
+  const ProfilerRange span("chunk_comm", step);
   transfer(i, step, schedule_.exchanges[step]);
 }
 
-void exchange_columns(TorchComm& comm, const at::Tensor& y, const at::Tensor& into) {
+void all_to_all_columns(TorchComm& comm, const at::Tensor& y, const at::Tensor& into) {
   const auto parts = y.unflatten(1, {comm.size(), y.size(1) / comm.size()}).movedim(1, 0);
   comm.all_to_all_single(into, parts.contiguous().flatten(0, 1), /*async_op=*/false);
 }

@@ -9,15 +9,17 @@
 namespace torch_overlap::ops {
 namespace {
 
-static_assert(kRowPieces <= kOperatorFlags);
+static_assert(kNumRowPieces <= kOperatorFlagsPerRank);
 
-// Where the parts of a result begin.
+// Alignment in bytes of the parts of a result.
 constexpr int64_t kAlignment = 256;
-int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+int64_t align_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-int64_t element(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.element_size()); }
+int64_t element_bytes(const at::Tensor& tensor) {
+  return static_cast<int64_t>(tensor.element_size());
+}
 
-// Flag step * size + r tells that the rows of a step from rank r are there, of all matrices.
+// Flag step * size + r signals that the rows of a step from rank r have arrived, for all matrices.
 class ChannelRowExchange final : public RowExchange {
  public:
   ChannelRowExchange(std::string_view op, const std::shared_ptr<TorchComm>& comm,
@@ -25,14 +27,15 @@ class ChannelRowExchange final : public RowExchange {
       : RowExchange(*comm, matrices, pieces),
         channel_(operator_channel(op, comm, OperatorChannel::gather, channel_bytes(matrices))),
         operation_(op, *channel_,
-                   {.begin = Begin{.rows = matrices[0].size(0), .way = Way::rows_to_all()}}) {
+                   {.begin = EntryPayload{.rows = matrices[0].size(0),
+                                          .signature = OpSignature::all_to_all_rows()}}) {
     operation_.put([&](OverlapChannel::Session& session) {
-      joined_ = channel_->data(0, {own(), total_}, matrices[0].scalar_type());
+      gathered_ = channel_->data(0, {own(), total_}, matrices[0].scalar_type());
       for (size_t step = 0; step < steps(); ++step) send(session, step);
       session.lanes.run(0, "copy", [this] {
         const RowRange all{0, own()};
         for (size_t i = 0; i < matrices_.size(); ++i) {
-          place(i, rank_, all).copy_(part(i, rank_, all));
+          destination(i, rank_, all).copy_(part(i, rank_, all));
         }
       });
     });
@@ -46,29 +49,29 @@ class ChannelRowExchange final : public RowExchange {
     const int first_flag = static_cast<int>(step) * size_;
     for (const Exchange& exchange : scatter_schedule(rank_, size_).exchanges) {
       for (size_t i = 0; i < matrices_.size(); ++i) {
-        const int64_t column = begins_[i] + rank_ * matrices_[i].size(1);
+        const int64_t column = column_offsets_[i] + rank_ * matrices_[i].size(1);
         const bool is_last = i + 1 == matrices_.size();
         session.exchange(session.lanes.comm(),
                          {.to = exchange.to,
                           .give = part(i, exchange.to, rows),
-                          .at = (rows.begin * total_ + column) * element(joined_),
-                          .flag = is_last ? first_flag + rank_ : Transport::kUntold,
+                          .at = (rows.begin * total_ + column) * element_bytes(gathered_),
+                          .flag = is_last ? first_flag + rank_ : Transport::kNoFlag,
                           .from = exchange.from,
-                          .get = place(i, exchange.from, rows),
+                          .get = destination(i, exchange.from, rows),
                           .get_flag = first_flag + exchange.from,
-                          .pitch = total_ * element(joined_)});
+                          .pitch = total_ * element_bytes(gathered_)});
       }
     }
   }
 
-  void arrive(size_t step) override {
+  void receive_step(size_t step) override {
     operation_.put([&](OverlapChannel::Session& session) {
       std::vector<int> flags;
       for (int peer = 0; peer < size_; ++peer) {
         if (peer != rank_) flags.push_back(static_cast<int>(step) * size_ + peer);
       }
-      if (!flags.empty()) session.arrived(0, flags);
-      session.lanes.settle(0);
+      if (!flags.empty()) session.wait_for_flags(0, flags);
+      session.lanes.join_lane(0);
     });
   }
 
@@ -76,8 +79,8 @@ class ChannelRowExchange final : public RowExchange {
   OverlapChannel::Operation operation_;
 };
 
-// Parts come to the channel and are copied from there while the next are made. Flag r tells of
-// those of rank r, of all products.
+// Parts arrive in the channel and are copied from there while the next ones are computed. Flag r
+// signals the arrival of the parts of rank r, for all products.
 class ChannelColumnExchange final : public ColumnExchange {
  public:
   ChannelColumnExchange(std::string_view op, const std::shared_ptr<TorchComm>& comm,
@@ -86,20 +89,21 @@ class ChannelColumnExchange final : public ColumnExchange {
         channel_(
             operator_channel(op, comm, OperatorChannel::scatter, channel_bytes(bytes_of(into)))),
         operation_(op, *channel_,
-                   {.begin = Begin{.rows = into[0].size(0), .way = Way::columns_to_all()},
-                    .begins_beside = channel_->is_captured()}) {
+                   {.begin = EntryPayload{.rows = into[0].size(0),
+                                          .signature = OpSignature::all_to_all_columns()},
+                    .begin_on_comm_lane = channel_->is_captured()}) {
     operation_.put([&](const OverlapChannel::Session&) {
       int64_t at = 0;
       for (const auto& result : results_) {
-        at_.push_back(at);
-        arriving_.push_back(channel_->data(at, result.sizes(), result.scalar_type()));
-        at += aligned(static_cast<int64_t>(result.nbytes()));
+        offsets_bytes_.push_back(at);
+        receive_buffers_.push_back(channel_->data(at, result.sizes(), result.scalar_type()));
+        at += align_up(static_cast<int64_t>(result.nbytes()));
       }
     });
   }
 
   void wait_all() override {
-    operation_.put([&](OverlapChannel::Session& session) { take(session); });
+    operation_.put([&](OverlapChannel::Session& session) { copy_received(session); });
     operation_.finish();
   }
 
@@ -113,39 +117,43 @@ class ChannelColumnExchange final : public ColumnExchange {
   void transfer(size_t i, size_t step, const Exchange& exchange) override {
     operation_.put([&](OverlapChannel::Session& session) {
       Lanes& lanes = session.lanes;
-      // Behind the product that came after it: on a device with one queue that would wait, too.
-      if (i == 0) take(session);
+      // The copy is enqueued after the product that followed its transfer: on a device with one
+      // queue the product would wait, too.
+      if (i == 0) copy_received(session);
       const bool is_last = i + 1 == results_.size();
       const auto give = part(i, step);
       lanes.after(lanes.comm(), lanes.mark(0));
-      session.exchange(lanes.comm(), {.to = exchange.to,
-                                      .give = give,
-                                      .at = at_[i] + rank_ * static_cast<int64_t>(give.nbytes()),
-                                      .flag = is_last ? rank_ : Transport::kUntold,
-                                      .from = exchange.from,
-                                      .get = arriving_[i][exchange.from],
-                                      .get_flag = exchange.from});
-      if (is_last) coming_ = exchange.from;
+      session.exchange(lanes.comm(),
+                       {.to = exchange.to,
+                        .give = give,
+                        .at = offsets_bytes_[i] + rank_ * static_cast<int64_t>(give.nbytes()),
+                        .flag = is_last ? rank_ : Transport::kNoFlag,
+                        .from = exchange.from,
+                        .get = receive_buffers_[i][exchange.from],
+                        .get_flag = exchange.from});
+      if (is_last) pending_source_ = exchange.from;
     });
   }
 
-  // Copies what comes from the rank that was exchanged with last, on the lane of no product.
-  void take(OverlapChannel::Session& session) {
-    if (!coming_) return;
-    const int from = *std::exchange(coming_, std::nullopt);
+  // Copies the parts of the rank of the previous exchange, on a lane that runs no product.
+  void copy_received(OverlapChannel::Session& session) {
+    if (!pending_source_) return;
+    const int from = *std::exchange(pending_source_, std::nullopt);
     Lanes& lanes = session.lanes;
-    const int lane = lanes.computes() - 1;
-    lanes.after(lane, lanes.mark(lanes.comm()));  // until then the other rank is as busy as this
-    session.arrived(lane, {from});
+    const int lane = lanes.num_compute_lanes() - 1;
+    // The other rank is as busy as this one until then.
+    lanes.after(lane, lanes.mark(lanes.comm()));
+    session.wait_for_flags(lane, {from});
     lanes.run(lane, "copy", [this, from] {
-      for (size_t j = 0; j < results_.size(); ++j) results_[j][from].copy_(arriving_[j][from]);
+      for (size_t j = 0; j < results_.size(); ++j)
+        results_[j][from].copy_(receive_buffers_[j][from]);
     });
   }
 
   const std::shared_ptr<OverlapChannel> channel_;
-  std::vector<int64_t> at_;  // where each result begins in the channel's data
-  std::vector<at::Tensor> arriving_;
-  std::optional<int> coming_;
+  std::vector<int64_t> offsets_bytes_;  // offset of each result in the channel's data
+  std::vector<at::Tensor> receive_buffers_;
+  std::optional<int> pending_source_;
   OverlapChannel::Operation operation_;
 };
 
@@ -159,7 +167,7 @@ int64_t RowExchange::channel_bytes(const std::vector<at::Tensor>& matrices) {
 
 int64_t ColumnExchange::channel_bytes(const std::vector<int64_t>& bytes) {
   int64_t sum = 0;
-  for (const int64_t one : bytes) sum += aligned(one);
+  for (const int64_t one : bytes) sum += align_up(one);
   return std::max<int64_t>(sum, 1);
 }
 

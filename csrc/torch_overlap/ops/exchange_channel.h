@@ -8,8 +8,8 @@
 
 #include "torch_overlap/ops/exchange.h"
 
-// Exchanges over the operators' channels: rows go straight to between those of other ranks, and
-// what a product made goes without the communicator's kernels.
+// Exchanges over the operators' channels: rows are written directly to their place among those of
+// other ranks, and columns travel without the communicator's kernels.
 namespace torch_overlap::ops {
 
 std::unique_ptr<RowExchange> start_channel_rows(std::string_view op,

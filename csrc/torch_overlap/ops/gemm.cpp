@@ -11,7 +11,7 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// A kernel under the signature of the overload gemm.buffers.
+// Adapts a kernel to the signature of the overload gemm.buffers.
 template <GemmResults (*kKernel)(const GemmCall&)>
 GemmResults with_buffers(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, const Tensor& rhs,
                          const OptionalTensor& rhs_scale_inv, const OptionalTensor& bias,
@@ -53,7 +53,7 @@ GemmResults with_buffers(const Tensor& lhs, const OptionalTensor& lhs_scale_inv,
                   out_amax});
 }
 
-// And of gemm, which writes into nothing.
+// Adapts a kernel to the signature of gemm, which modifies no argument.
 template <GemmResults (*kKernel)(const GemmCall&)>
 GemmResults with_values(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, const Tensor& rhs,
                         const OptionalTensor& rhs_scale_inv, const OptionalTensor& bias,
@@ -71,7 +71,7 @@ GemmResults with_values(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, 
       use_split_accumulator, scales_swizzled, out_dtype, out_scale, {});
 }
 
-void note_written(const OptionalTensor& tensor) {
+void mark_modified(const OptionalTensor& tensor) {
   if (tensor && !tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
 }
 
@@ -83,7 +83,7 @@ GemmResults gemm_kernel(const GemmCall& call) {
   swizzle_operands(call, args);
   torch_overlap::gemm("gemm", args);
   for (const auto* written : {&call.lhs_swizzle, &call.rhs_swizzle, &call.out_amax}) {
-    note_written(*written);
+    mark_modified(*written);
   }
   return results;
 }
@@ -92,7 +92,7 @@ GemmResults gemm_meta(const GemmCall& call) {
   return call.comm_type != 0 ? run_overlapped(call) : empty_gemm_results(call);
 }
 
-// One of the operators under the schema of gemm, with its overload that writes into buffers.
+// An operator with gemm's schema, and its overload that writes into buffers.
 class GemmOperator {
  public:
   explicit GemmOperator(const char* name)
@@ -124,8 +124,8 @@ class GemmOperator {
   c10::TypedOperatorHandle<Buffers> buffers_;
 };
 
-// What communicates has an operator of its own below autograd: a compiler may drop or move a
-// product that nobody reads, but not its part in a collective (torch_overlap/ops/_effects.py).
+// A call that communicates has its own operator below autograd: a compiler may drop or move an
+// unused product, but not its part in a collective (torch_overlap/ops/_effects.py).
 GemmResults below_autograd(const GemmCall& call) {
   const BelowAutograd guard;
   if (call.comm_type == 0) return gemm(call);
@@ -135,9 +135,9 @@ GemmResults below_autograd(const GemmCall& call) {
 
 // The gradient.
 //
-// With g = d output (behind GELU: times its derivative), all as matrices:
-//   d op(lhs) = g op(rhs)^T,  d op(rhs) = op(lhs)^T g,  and a transposed operand's is the
-//   transpose.
+// With g = d output (after GELU: times its derivative), all as matrices:
+//   d op(lhs) = g op(rhs)^T,  d op(rhs) = op(lhs)^T g,  and a transposed operand's gradient is
+//   transposed.
 
 Tensor product(const Tensor& lhs, bool lhs_transposed, const Tensor& rhs, bool rhs_transposed) {
   GemmCall call;
@@ -152,7 +152,7 @@ class Gemm : public Function<Gemm> {
  public:
   static constexpr bool is_traceable = true;
 
-  // The tensors of `call` whose gradients there are, and all of it.
+  // Takes the tensors of `call` that have gradients, and the whole call.
   static variable_list forward(AutogradContext* ctx, const Tensor& lhs, const Tensor& rhs,
                                const OptionalTensor& bias, const GemmCall& call) {
     auto [output, bias_grad, pre_gelu_out, aux_out] = below_autograd(call);
@@ -203,7 +203,7 @@ class Gemm : public Function<Gemm> {
         {left.sym_size(lhs_transposed ? 1 : 0), right.sym_size(rhs_transposed ? 0 : 1)});
     if (ctx->saved_data["gelu"].toBool()) {
       auto pre_gelu = saved[3];
-      if (at::GradMode::is_enabled()) {  // a gradient of this gradient sees what it is made of
+      if (at::GradMode::is_enabled()) {  // double backward: recompute it differentiably
         pre_gelu = product(left, lhs_transposed, right, rhs_transposed).to(pre_gelu.scalar_type());
         if (bias.defined()) pre_gelu = pre_gelu + bias.reshape(-1);
       }
@@ -236,7 +236,7 @@ GemmResults gemm_autograd(const GemmCall& call) {
   return below_autograd(call);
 }
 
-// Operands take the autocast dtype; 8-bit ones stay, and their product takes it.
+// Operands are cast to the autocast dtype. 8-bit operands keep theirs, and their product gets it.
 template <c10::DeviceType kDevice>
 GemmResults gemm_autocast(const GemmCall& call) {
   const auto dtype = at::autocast::get_autocast_dtype(kDevice);
@@ -295,7 +295,7 @@ void register_gemm(torch_overlap::ops::Kernels m, const std::array<const char*, 
 
 }  // namespace
 
-// Two overloads: what writes into nothing stays a value for a compiler.
+// There are two overloads: gemm modifies no argument, so a compiler can treat it as functional.
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   using torch_overlap::concat;
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};

@@ -16,7 +16,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-bool is_wide(at::ScalarType dtype) {
+bool is_high_precision(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
          dtype == at::kDouble;
 }
@@ -35,7 +35,7 @@ void check_operand(std::string_view op, std::string_view what, const Tensor& ope
                    const OptionalTensor& scale_inv, const OptionalTensor& swizzle, ScalingMode mode,
                    bool scales_swizzled) {
   if (mode == ScalingMode::NO_SCALING) {
-    TORCH_OVERLAP_CHECK(is_wide(operand.scalar_type()), kType, op, ": expected ", what,
+    TORCH_OVERLAP_CHECK(is_high_precision(operand.scalar_type()), kType, op, ": expected ", what,
                         " of dtype float32, float16, bfloat16 or float64 for NO_SCALING, got ",
                         operand.scalar_type(), "; pass a scaling_mode and scales for 8-bit values");
     TORCH_OVERLAP_CHECK(!scale_inv, kValue, op, ": expected no ", what,
@@ -72,22 +72,22 @@ void check_operand(std::string_view op, std::string_view what, const Tensor& ope
              swizzle->sym_numel());
 }
 
-void check_on(std::string_view op, std::string_view what, const OptionalTensor& tensor,
-              const Tensor& lhs) {
+void check_same_device(std::string_view op, std::string_view what, const OptionalTensor& tensor,
+                       const Tensor& lhs) {
   TORCH_OVERLAP_CHECK(!tensor || tensor->device() == lhs.device(), kType, op, ": expected ", what,
                       " on ", lhs.device(), " as lhs, got it on ",
                       tensor ? tensor->device() : lhs.device(), "; move one of them");
 }
 
-void check_extras(std::string_view op, const GemmCall& call) {
-  check_on(op, "rhs", call.rhs, call.lhs);
-  check_on(op, "lhs_scale_inv", call.lhs_scale_inv, call.lhs);
-  check_on(op, "rhs_scale_inv", call.rhs_scale_inv, call.lhs);
-  check_on(op, "bias", call.bias, call.lhs);
-  check_on(op, "gelu_input", call.gelu_input, call.lhs);
-  check_on(op, "workspace", call.workspace, call.lhs);
-  check_on(op, "out_scale", call.out_scale, call.lhs);
-  check_on(op, "out_amax", call.out_amax, call.lhs);
+void check_epilogue_operands(std::string_view op, const GemmCall& call) {
+  check_same_device(op, "rhs", call.rhs, call.lhs);
+  check_same_device(op, "lhs_scale_inv", call.lhs_scale_inv, call.lhs);
+  check_same_device(op, "rhs_scale_inv", call.rhs_scale_inv, call.lhs);
+  check_same_device(op, "bias", call.bias, call.lhs);
+  check_same_device(op, "gelu_input", call.gelu_input, call.lhs);
+  check_same_device(op, "workspace", call.workspace, call.lhs);
+  check_same_device(op, "out_scale", call.out_scale, call.lhs);
+  check_same_device(op, "out_amax", call.out_amax, call.lhs);
   TORCH_OVERLAP_CHECK(call.fuse_bias || !call.bias, kValue, op,
                       ": expected fuse_bias where a bias is given, got False. Pass fuse_bias=True, "
                       "or no bias.");
@@ -128,14 +128,15 @@ void check_out_dtype(std::string_view op, at::ScalarType in, ScalingMode mode, a
   }
 }
 
-at::ScalarType wide_dtype(const GemmCall& call) {
-  if (is_wide(call.lhs.scalar_type())) return call.lhs.scalar_type();
+at::ScalarType high_precision_dtype(const GemmCall& call) {
+  if (is_high_precision(call.lhs.scalar_type())) return call.lhs.scalar_type();
   if (call.bias) return call.bias->scalar_type();
   return call.gelu_input ? call.gelu_input->scalar_type() : at::kBFloat16;
 }
 
-// A matrix of contiguous rows with strides that say so also where they have no meaning.
-Tensor with_plain_strides(const Tensor& matrix) {
+// Returns a matrix of contiguous rows with canonical strides, also for dimensions whose stride is
+// irrelevant.
+Tensor with_dense_strides(const Tensor& matrix) {
   const bool is_one_row = matrix.size(0) == 1 || matrix.numel() == 0;
   const int64_t row = is_one_row ? std::max<int64_t>(matrix.size(1), 1) : matrix.stride(0);
   if (matrix.stride(0) == row && matrix.stride(1) == 1) return matrix;
@@ -146,7 +147,7 @@ OptionalTensor as_vector(const OptionalTensor& tensor) {
   return tensor ? OptionalTensor(tensor->reshape({-1}).contiguous()) : std::nullopt;
 }
 
-// Swizzles into the caller's buffer.
+// Swizzles the scales into the caller's buffer.
 void swizzle_into(std::string_view op, const Tensor& buffer, GemmOperand& operand) {
   const auto swizzled = swizzle_scales(op, operand.scale_inv);
   operand.scale_inv = buffer.view(at::kByte).view(swizzled.sizes()).copy_(swizzled.view(at::kByte));
@@ -180,7 +181,7 @@ GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op) {
       mode != ScalingMode::NO_SCALING || call.lhs.scalar_type() == call.rhs.scalar_type(), kType,
       op, ": expected rhs of dtype ", call.lhs.scalar_type(), " as lhs, got ",
       call.rhs.scalar_type(), "; convert one of them");
-  check_extras(op, call);
+  check_epilogue_operands(op, call);
 
   const auto lhs = collapse(op, "lhs", call.lhs, call.lhs_axis_boundary);
   const auto rhs = collapse(op, "rhs", call.rhs, call.rhs_axis_boundary);
@@ -215,24 +216,25 @@ GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op) {
   const auto columns = kept(call.rhs, rhs, call.rhs_transposed);
   sizes.insert(sizes.end(), columns.begin(), columns.end());
 
-  const auto wide = wide_dtype(call);
+  const auto wide = high_precision_dtype(call);
   const auto dtype = call.out_dtype.value_or(wide);
   check_out_dtype(op, call.lhs.scalar_type(), mode, dtype);
   return {m, n, std::move(sizes), dtype, is_eight_bit(dtype) ? wide : dtype};
 }
 
 GemmResults empty_gemm_results(const GemmCall& call, std::string_view op) {
-  const auto [m, n, sizes, dtype, beside] = gemm_result_shape(call, op);
+  const auto [m, n, sizes, dtype, saved_dtype] = gemm_result_shape(call, op);
   const auto on = at::TensorOptions().device(call.lhs.device());
   const bool has_bias_grad = call.fuse_bias && call.grad;
   const bool has_pre_gelu = call.fuse_gelu && !call.grad;
-  return {
-      at::empty_symint(sizes, on.dtype(dtype)),
-      has_bias_grad ? at::empty_symint({call.fuse_gelu ? n : m},
-                                       on.dtype(call.bias ? call.bias->scalar_type() : beside))
-                    : at::empty({0}, on.dtype(beside)),
-      has_pre_gelu ? at::empty_symint(sizes, on.dtype(beside)) : at::empty({0}, on.dtype(beside)),
-      at::empty({0}, on.dtype(beside))};
+  return {at::empty_symint(sizes, on.dtype(dtype)),
+          has_bias_grad
+              ? at::empty_symint({call.fuse_gelu ? n : m},
+                                 on.dtype(call.bias ? call.bias->scalar_type() : saved_dtype))
+              : at::empty({0}, on.dtype(saved_dtype)),
+          has_pre_gelu ? at::empty_symint(sizes, on.dtype(saved_dtype))
+                       : at::empty({0}, on.dtype(saved_dtype)),
+          at::empty({0}, on.dtype(saved_dtype))};
 }
 
 GemmOperand gemm_operand(const Tensor& matrix, bool transposed, ScalingMode scaling,
@@ -243,10 +245,10 @@ GemmOperand gemm_operand(const Tensor& matrix, bool transposed, ScalingMode scal
   operand.swizzled = swizzled && scaling == ScalingMode::MXFP8_1D_SCALING;
   const bool any_layout = scaling == ScalingMode::NO_SCALING || is_tensor_scaling(scaling);
   if (has_contiguous_rows(matrix)) {
-    operand.data = with_plain_strides(matrix);
+    operand.data = with_dense_strides(matrix);
     operand.transposed = transposed;
   } else if (any_layout && has_contiguous_rows(matrix.t())) {
-    operand.data = with_plain_strides(matrix.t());
+    operand.data = with_dense_strides(matrix.t());
     operand.transposed = !transposed;
   } else {
     operand.data = matrix.contiguous();
@@ -263,7 +265,8 @@ GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string
     return tensor.reshape_symint({sizes.rows, sizes.cols});
   };
   GemmArgs args;
-  // Two operands of 128 x 128 are not multiplied: the mode is that of the weights, on the right.
+  // The mode is that of the weights, on the right: two operands with 128 x 128 blocks cannot be
+  // multiplied.
   const auto lhs_mode =
       mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode;
   args.lhs = gemm_operand(matrix("lhs", call.lhs, call.lhs_axis_boundary), call.lhs_transposed,
@@ -276,7 +279,7 @@ GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string
   if (call.grad) {
     if (call.fuse_bias) args.epilogue.bias_grad = bias_grad;
     if (call.fuse_gelu) {
-      args.epilogue.gelu_input = with_plain_strides(call.gelu_input->reshape({m, n}).contiguous());
+      args.epilogue.gelu_input = with_dense_strides(call.gelu_input->reshape({m, n}).contiguous());
     }
   } else {
     if (call.fuse_bias) args.epilogue.bias = *as_vector(call.bias);

@@ -10,11 +10,11 @@
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/gemm/gemm.h"
 
-// The operator gemm as one value, and what its kernels share.
+// The arguments of the operator gemm as one value, and code that its kernels share.
 namespace torch_overlap::ops {
 
-// Tensors and attributes under the names and in the order of the schema; docs/ops.md says what they
-// mean.
+// Tensors and attributes under the names and in the order of the schema. docs/ops.md documents
+// them.
 struct GemmCall {
   at::Tensor lhs;
   std::optional<at::Tensor> lhs_scale_inv;
@@ -45,15 +45,16 @@ struct GemmCall {
   std::optional<at::Tensor> out_amax;
 };
 
-// output, bias_grad, pre_gelu_out, aux_out; those that do not exist have shape [0].
+// output, bias_grad, pre_gelu_out, aux_out. Absent results have shape [0].
 using GemmResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// Through the dispatcher: autograd, autocast, tracing and the Meta kernel see it.
+// Calls the operator through the dispatcher: autograd, autocast, tracing and the Meta kernel see
+// it.
 TORCH_OVERLAP_API GemmResults gemm(const GemmCall& call);
 
-// The matrix that a tensor becomes at an axis boundary.
+// The matrix into which a tensor is collapsed at an axis boundary.
 struct CollapsedOperand {
-  int64_t boundary = 0;  // dimensions before it are rows
+  int64_t boundary = 0;  // number of leading dimensions that form the rows
   c10::SymInt rows;
   c10::SymInt cols;
 };
@@ -61,31 +62,33 @@ struct CollapsedOperand {
 CollapsedOperand collapse(std::string_view op, std::string_view what, const at::Tensor& tensor,
                           int64_t boundary);
 
-// What a call without communication results in. Checks what needs no data; symbolic shapes and Meta
-// tensors too. Messages begin with `op`.
+// Shape and dtype of the results of a call without communication. gemm_result_shape() checks
+// everything that needs no data, for symbolic shapes and Meta tensors too. Messages begin with
+// `op`.
 struct GemmResultShape {
   c10::SymInt m;
   c10::SymInt n;
-  std::vector<c10::SymInt> sizes;  // of the output
+  std::vector<c10::SymInt> sizes;  // sizes of the output
   at::ScalarType dtype;
-  at::ScalarType beside;  // of what is kept beside the output: never 8-bit
+  at::ScalarType saved_dtype;  // dtype of the tensors saved with the output; never 8-bit
 };
 GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op = "gemm");
-// Allocates them.
+// Allocates the results.
 GemmResults empty_gemm_results(const GemmCall& call, std::string_view op = "gemm");
 
-// An operand for the GEMM layer. Without a copy where its rows, or without block scales its
-// columns, are contiguous.
+// Returns an operand for the GEMM layer. Does not copy if the rows are contiguous, or without block
+// scales if the columns are.
 GemmOperand gemm_operand(const at::Tensor& matrix, bool transposed, ScalingMode scaling,
                          const std::optional<at::Tensor>& scale_inv, bool swizzled);
 
-// The problem that a call without communication is. `results` are those of empty_gemm_results.
+// Returns the GEMM arguments of a call without communication. `results`: from empty_gemm_results.
 GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string_view op = "gemm");
-// Swizzles scales into the buffers that the call gives for them: a change, so behind all checks.
+// Swizzles scales into the buffers that the call passes for them. This modifies tensors, so it runs
+// after all checks.
 void swizzle_operands(const GemmCall& call, GemmArgs& args, std::string_view op = "gemm");
 
-// A call with a comm_type other than NONE: checks and, unless the operands are Meta tensors,
-// computes and communicates.
+// Runs a call with a comm_type other than NONE: checks it and, unless the operands are Meta
+// tensors, computes and communicates.
 GemmResults run_overlapped(const GemmCall& call);
 
 }  // namespace torch_overlap::ops

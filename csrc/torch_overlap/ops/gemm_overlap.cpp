@@ -7,7 +7,7 @@
 #include "torch_overlap/ops/gemm_call.h"
 #include "torch_overlap/overlap/registry.h"
 
-// The operator gemm over a buffer of the registry.
+// The operator gemm over a registered overlap buffer.
 namespace torch_overlap::ops {
 namespace {
 
@@ -15,17 +15,17 @@ constexpr std::string_view kGemm = "gemm";
 
 using Buffer = std::shared_ptr<CommOverlapCore>;
 
-// `sizes` with a first dimension of all ranks in place of one.
-std::vector<c10::SymInt> sizes_of_all(c10::SymIntArrayRef sizes, const Buffer& buffer) {
+// Returns `sizes` with the first dimension multiplied by the number of ranks.
+std::vector<c10::SymInt> gathered_sizes(c10::SymIntArrayRef sizes, const Buffer& buffer) {
   auto all = sizes.vec();
   all[0] = all[0] * buffer->get_tp_size();
   return all;
 }
 
-// `sizes` of `rows` rows with this rank's part of the first dimension: equal parts, rounded up, as
-// the buffer shares rows (RowShare).
-std::vector<c10::SymInt> own_sizes(c10::SymIntArrayRef sizes, const c10::SymInt& rows,
-                                   const Buffer& buffer, std::string_view wrong) {
+// Returns `sizes` of `rows` rows with this rank's part of the first dimension: equal parts, rounded
+// up, as the buffer splits rows (RowShare).
+std::vector<c10::SymInt> local_sizes(c10::SymIntArrayRef sizes, const c10::SymInt& rows,
+                                     const Buffer& buffer, std::string_view wrong) {
   auto own = sizes.vec();
   const int64_t tp = buffer->get_tp_size();
   const c10::SymInt first = own[0];
@@ -42,18 +42,18 @@ std::vector<c10::SymInt> own_sizes(c10::SymIntArrayRef sizes, const c10::SymInt&
   return own;
 }
 
-// The tokens of a call; those of before again where it throws.
-class ActiveTokens {
+// Sets the active tokens for a call, and restores the previous number if it throws.
+class ActiveTokensGuard {
  public:
-  ActiveTokens(CommOverlapCore& buffer, int64_t tokens)
+  ActiveTokensGuard(CommOverlapCore& buffer, int64_t tokens)
       : buffer_(buffer), before_(buffer.active_tokens()), throwing_(std::uncaught_exceptions()) {
     buffer_.set_active_tokens(tokens);
   }
-  ~ActiveTokens() {
+  ~ActiveTokensGuard() {
     if (std::uncaught_exceptions() > throwing_) buffer_.set_active_tokens(before_);
   }
-  ActiveTokens(const ActiveTokens&) = delete;
-  ActiveTokens& operator=(const ActiveTokens&) = delete;
+  ActiveTokensGuard(const ActiveTokensGuard&) = delete;
+  ActiveTokensGuard& operator=(const ActiveTokensGuard&) = delete;
 
  private:
   CommOverlapCore& buffer_;
@@ -72,7 +72,7 @@ at::Tensor as_matrix(const at::Tensor& tensor, int64_t columns) {
   return tensor.reshape({-1, columns});
 }
 
-// A product beside the collective of aux_in.
+// Runs a product concurrently with the collective of aux_in.
 GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType type) {
   const auto made_for = buffer->config().comm_type;
   TORCH_OVERLAP_CHECK(made_for == type || made_for == CommOverlapType::NONE, kValue, kGemm,
@@ -91,14 +91,15 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
                       call.aux_axis_boundary, " for shape ", aux.sym_sizes(),
                       ". Use -1, or a number > 0.");
   const auto sizes =
-      gathers ? sizes_of_all(aux.sym_sizes(), buffer)
-              : own_sizes(aux.sym_sizes(), matrix.rows, buffer,
-                          concat("bulk RS overlap auxiliary output is sized incorrectly: expected "
-                                 "a first dimension of aux_in that ",
-                                 tp, " ranks can share"));
+      gathers
+          ? gathered_sizes(aux.sym_sizes(), buffer)
+          : local_sizes(aux.sym_sizes(), matrix.rows, buffer,
+                        concat("bulk RS overlap auxiliary output is sized incorrectly: expected "
+                               "a first dimension of aux_in that ",
+                               tp, " ranks can share"));
   auto results = empty_gemm_results(call);
   auto& aux_out = std::get<3>(results);
-  const bool widens = !gathers && aux.element_size() == 1;  // the sum of 8-bit values
+  const bool widens = !gathers && aux.element_size() == 1;  // sum of 8-bit values
   aux_out = at::empty_symint(
       sizes, widens ? aux.options().dtype(std::get<0>(results).scalar_type()) : aux.options());
   if (aux.is_meta()) return results;
@@ -117,9 +118,9 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
   auto args = gemm_args(call, results);
   check_gemm(kGemm, args);
   const auto use = buffer->use();
-  const ActiveTokens active(*buffer, gathers ? rows * tp : rows);
+  const ActiveTokensGuard active(*buffer, gathers ? rows * tp : rows);
   const auto target = as_matrix(aux_out, columns);
-  buffer->check_bulk(type, gathers ? at::Tensor() : target);  // before it is written to
+  buffer->check_bulk(type, gathers ? at::Tensor() : target);  // before the buffer is written
   buffer->copy_into_buffer(aux.reshape({rows, columns}), /*local_chunk=*/gathers);
   swizzle_operands(call, args);
   buffer->bulk_overlap(args, type, gathers ? at::Tensor() : target);
@@ -127,7 +128,7 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
   return results;
 }
 
-// A product of the gathered lhs; aux_out becomes it.
+// Computes a product of the gathered lhs; aux_out becomes the gathered lhs.
 GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   TORCH_OVERLAP_CHECK(!call.lhs_transposed, kUnsupported, kGemm,
                       ": expected lhs as it is with comm_type AG, got lhs_transposed. Each element "
@@ -138,7 +139,7 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
                       ": expected no aux_in for AG with method RING_EXCHANGE, got one. lhs is what "
                       "is gathered; aux_in is for BULK.");
   const auto matrix = collapse(kGemm, "lhs", call.lhs, call.lhs_axis_boundary);
-  const auto sizes = sizes_of_all(call.lhs.sym_sizes(), buffer);
+  const auto sizes = gathered_sizes(call.lhs.sym_sizes(), buffer);
   GemmCall whole = call;
   if (call.lhs.is_meta()) {
     whole.lhs = at::empty_symint(sizes, call.lhs.options());
@@ -150,7 +151,7 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   const int64_t columns = matrix.cols.expect_int();
   check_tokens("all ranks' rows of lhs", rows * buffer->get_tp_size(), buffer);
   const auto use = buffer->use();
-  const ActiveTokens active(*buffer, rows * buffer->get_tp_size());
+  const ActiveTokensGuard active(*buffer, rows * buffer->get_tp_size());
   const auto gathered = buffer->get_buffer();
   TORCH_OVERLAP_CHECK(
       gathered.size(1) == columns && gathered.element_size() == call.lhs.element_size(), kValue,
@@ -170,7 +171,7 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   return results;
 }
 
-// This rank's rows of the sum of all ranks' products.
+// Returns this rank's rows of the sum of all ranks' products.
 GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
   TORCH_OVERLAP_CHECK(!call.aux_in, kValue, kGemm,
                       ": expected no aux_in for RS with a method other than BULK, got one. The "
@@ -186,12 +187,12 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
                       "sum lhs over k and all-reduce that.");
   const auto shape = gemm_result_shape(call);
   const auto sizes =
-      own_sizes(shape.sizes, shape.m, buffer,
-                concat("GEMM->RS overlap output buffer is sized incorrectly: expected a first "
-                       "dimension that ",
-                       buffer->get_tp_size(), " ranks can share"));
+      local_sizes(shape.sizes, shape.m, buffer,
+                  concat("GEMM->RS overlap output buffer is sized incorrectly: expected a first "
+                         "dimension that ",
+                         buffer->get_tp_size(), " ranks can share"));
   const auto options = call.lhs.options().dtype(shape.dtype);
-  const auto none = [&] { return at::empty({0}, options.dtype(shape.beside)); };
+  const auto none = [&] { return at::empty({0}, options.dtype(shape.saved_dtype)); };
   GemmResults results{at::empty_symint(sizes, options), none(), none(), none()};
   if (call.lhs.is_meta()) return results;
   TORCH_OVERLAP_CHECK(shape.n == buffer->config().buffer_shape[1], kValue, kGemm,
@@ -200,7 +201,7 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
                       ". Make a buffer of that shape.");
   check_tokens("the rows of the product", shape.m.expect_int(), buffer);
   const auto use = buffer->use();
-  const ActiveTokens active(*buffer, shape.m.expect_int());
+  const ActiveTokensGuard active(*buffer, shape.m.expect_int());
   const auto output = as_matrix(std::get<0>(results), shape.n.expect_int());
   GemmResults partial = results;
   std::get<0>(partial) = buffer->get_buffer();

@@ -39,7 +39,7 @@ void check_matrix(std::string_view what, size_t index, const Tensor& matrix) {
                       "[", index, "] of shape ", matrix.sym_sizes(), "; flatten it");
 }
 
-// The problems of a group as calls of gemm, which share its checks.
+// Returns the problems of a group as calls of gemm, to share its checks.
 std::vector<GemmCall> grouped_calls(at::TensorList lhs, at::TensorList rhs,
                                     const OptionalTensors& biases, at::TensorList lhs_scale_inv,
                                     at::TensorList rhs_scale_inv, const GroupedOptions& options) {
@@ -124,7 +124,7 @@ std::vector<Tensor> grouped_product(at::TensorList lhs, bool lhs_transposed, at:
       {.lhs_transposed = lhs_transposed, .rhs_transposed = rhs_transposed, .out_dtype = {}});
 }
 
-// The gradients of unscaled groups are groups; the formulas are those of gemm.
+// The gradients of unscaled groups are groups, with the formulas of gemm.
 class GroupedGemm : public Function<GroupedGemm> {
  public:
   static constexpr bool is_traceable = true;
@@ -168,7 +168,7 @@ class GroupedGemm : public Function<GroupedGemm> {
     const bool rhs_transposed = ctx->saved_data["rhs_transposed"].toBool();
     variable_list result(2 * count + biased.size() + 4);
 
-    // One group for the gradients of lhs, one for those of rhs, of the outputs that were used.
+    // One group computes the gradients of lhs and one those of rhs, for the outputs that were used.
     for (const bool of_lhs : {true, false}) {
       std::vector<size_t> wanted_at;
       std::vector<Tensor> gradients;

@@ -2,17 +2,17 @@
 #include <ATen/ops/mm.h>
 
 #include "torch_overlap/common/views.h"
+#include "torch_overlap/ops/gemm_all_reduce.h"
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
-#include "torch_overlap/ops/summed_product.h"
 
 namespace torch_overlap::ops {
 namespace {
 
 constexpr std::string_view kMatmulAllReduce = "matmul_all_reduce";
 
-// The sum (or mean) of all ranks' x weight^T, plus bias, on every rank.
+// Allocates the sum (or mean) of all ranks' x weight^T, plus bias.
 Tensor matmul_all_reduce_out(const Tensor& x, const Tensor& weight,
                              const std::optional<Tensor>& bias, int64_t group_size,
                              std::string_view op, std::string_view algorithm) {
@@ -38,26 +38,26 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
   const auto inputs = to_rows(x, 0);
   const auto rows = as_rows(out);
   const auto chosen = matmul_all_reduce_algorithm(communicator, inputs, weight.size(0), algorithm);
-  run_summed_product({.op = kMatmulAllReduce,
-                      .comm = communicator,
-                      .out = rows,
-                      .bias = bias.value_or(Tensor()),
-                      .mean = op == "avg",
-                      .multiply =
-                          [&](const RowRange& range, const Tensor& to) {
-                            linear_out(kMatmulAllReduce, to,
-                                       row_view(inputs, range.begin, range.length), weight,
-                                       std::nullopt,
-                                       /*beside_transfers=*/range.length < inputs.size(0));
-                          },
-                      .arguments =
-                          [&](const RowRange& range) {
-                            GemmArgs args;
-                            args.lhs = operand(row_view(inputs, range.begin, range.length));
-                            args.rhs = transposed_operand(weight);
-                            return args;
-                          }},
-                     chosen);
+  run_gemm_all_reduce({.op = kMatmulAllReduce,
+                       .comm = communicator,
+                       .out = rows,
+                       .bias = bias.value_or(Tensor()),
+                       .mean = op == "avg",
+                       .multiply =
+                           [&](const RowRange& range, const Tensor& to) {
+                             linear_out(kMatmulAllReduce, to,
+                                        row_view(inputs, range.begin, range.length), weight,
+                                        std::nullopt,
+                                        /*overlaps_communication=*/range.length < inputs.size(0));
+                           },
+                       .arguments =
+                           [&](const RowRange& range) {
+                             GemmArgs args;
+                             args.lhs = operand(row_view(inputs, range.begin, range.length));
+                             args.rhs = transposed_operand(weight);
+                             return args;
+                           }},
+                      chosen);
   return out;
 }
 
@@ -69,20 +69,21 @@ Tensor matmul_all_reduce_meta(const Tensor& x, const Tensor& weight,
 
 // The gradient, P -> R.
 //
-// With g the gradient and A = all_reduce(g):  x: A weight    weight: A^T x    bias: g summed over
-// rows Chunked, the pieces of g are all reduced in the background while the rows of x's gradient
-// follow.
+// With g the gradient and A = all_reduce(g):
+//   x: A weight    weight: A^T x    bias: g summed over rows
+// Pipelined: the pieces of g are reduced in the background while the rows of x's gradient are
+// computed.
 
-bool gradient_goes_chunked(const std::shared_ptr<TorchComm>& comm, const Tensor& sum,
+bool gradient_is_pipelined(const std::shared_ptr<TorchComm>& comm, const Tensor& sum,
                            std::string_view algorithm) {
-  // What is summed is there before the product: nothing for channels.
-  const bool is_channels = algorithm == "ring" || algorithm == "fused";
-  const auto without_channels = is_channels             ? "chunked"
-                                : algorithm == "direct" ? "sequential"
-                                                        : forward_algorithm(algorithm);
+  // The operand of the reduction exists before the product, so channels have no use here.
+  const bool uses_channels = algorithm == "p2p" || algorithm == "fused";
+  const auto without_channels = uses_channels                ? "pipelined"
+                                : algorithm == "low_latency" ? "sequential"
+                                                             : forward_algorithm(algorithm);
   return choose_algorithm({.op = kMatmulAllReduce,
                            .dtype = sum.scalar_type(),
-                           .chunk_rows = sum.size(0) / kAllReduceChunks,
+                           .chunk_rows = sum.size(0) / kNumAllReduceChunks,
                            .prefers_channels = false},
                           without_channels, comm) != Algorithm::sequential;
 }
@@ -103,24 +104,24 @@ std::tuple<Tensor, Tensor> gradients_kernel(const Tensor& grad, const Tensor& x,
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
   const auto sum = grad.flatten(0, -2).clone(at::MemoryFormat::Contiguous);
   Tensor x_rows = x_wanted ? x_grad.flatten(0, -2) : Tensor();
-  if (!gradient_goes_chunked(communicator, sum, algorithm)) {
+  if (!gradient_is_pipelined(communicator, sum, algorithm)) {
     communicator->all_reduce(sum, reduction, /*async_op=*/false);
     if (x_wanted) at::mm_out(x_rows, sum, weight);
   } else {
-    const auto chunks = row_chunks(sum.size(0), kAllReduceChunks);
+    const auto chunks = row_chunks(sum.size(0), kNumAllReduceChunks);
     std::vector<WorkPtr> works;
     for (size_t i = 0; i < chunks.size(); ++i) {
-      const Span span("chunk_comm", i);
+      const ProfilerRange span("chunk_comm", i);
       works.push_back(communicator->all_reduce(sum.narrow(0, chunks[i].begin, chunks[i].length),
                                                reduction, /*async_op=*/true));
     }
     for (size_t i = 0; i < chunks.size(); ++i) {
       {
-        const Span span("chunk_wait", i);
+        const ProfilerRange span("chunk_wait", i);
         works[i]->wait();
       }
       if (!x_wanted) continue;
-      const Span span("chunk_gemm", i);
+      const ProfilerRange span("chunk_gemm", i);
       auto chunk = x_rows.narrow(0, chunks[i].begin, chunks[i].length);
       at::mm_out(chunk, sum.narrow(0, chunks[i].begin, chunks[i].length), weight);
     }
@@ -165,7 +166,7 @@ class MatmulAllReduce : public Function<MatmulAllReduce> {
     const auto& comm = ctx->saved_data["comm"].toStringRef();
     const int64_t group_size = ctx->saved_data["group_size"].toInt();
     const auto& op = ctx->saved_data["op"].toStringRef();
-    if (at::GradMode::is_enabled()) {  // a gradient of this gradient may be asked
+    if (at::GradMode::is_enabled()) {  // double backward may be requested
       const auto sum = ops::all_reduce(grads[0], op, comm, group_size);
       if (x_wanted) result[0] = sum.matmul(saved[1]);
       if (weight_wanted) result[1] = sum.flatten(0, -2).t().mm(saved[0].flatten(0, -2));
@@ -198,8 +199,8 @@ Tensor matmul_all_reduce_autograd(const Tensor& x, const Tensor& weight,
 
 Algorithm matmul_all_reduce_algorithm(const std::shared_ptr<TorchComm>& comm, const Tensor& rows,
                                       int64_t features, std::string_view asked) {
-  const auto problem = summed_product_problem(kMatmulAllReduce, *comm, rows.size(0), features,
-                                              rows.size(1), rows.scalar_type());
+  const auto problem = gemm_all_reduce_problem(kMatmulAllReduce, *comm, rows.size(0), features,
+                                               rows.size(1), rows.scalar_type());
   return choose_algorithm(problem, forward_algorithm(asked), comm);
 }
 

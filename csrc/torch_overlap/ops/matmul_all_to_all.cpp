@@ -13,7 +13,8 @@ namespace {
 
 constexpr std::string_view kMatmulAllToAll = "matmul_all_to_all";
 
-// For each weight all_to_all(linear(x, weight, bias), -1, 0): [size * tokens, ..., n_i / size].
+// Allocates all_to_all(linear(x, weight, bias), -1, 0) for each weight: [size * tokens, ..., n_i /
+// size].
 std::vector<Tensor> matmul_all_to_all_out(const Tensor& x, at::TensorList weights,
                                           const OptionalTensors& biases, int64_t group_size,
                                           std::string_view algorithm) {
@@ -68,7 +69,7 @@ std::vector<Tensor> matmul_all_to_all_kernel(const Tensor& x, at::TensorList wei
     for (size_t i = 0; i < weights.size(); ++i) {
       const auto product = at::empty({inputs.size(0), weights[i].size(0)}, x.options());
       linear_out(kMatmulAllToAll, product, inputs, weights[i], bias_of(i));
-      exchange_columns(*communicator, product, results[i]);
+      all_to_all_columns(*communicator, product, results[i]);
     }
     return out;
   }
@@ -76,13 +77,13 @@ std::vector<Tensor> matmul_all_to_all_kernel(const Tensor& x, at::TensorList wei
   for (size_t step = 0; step < outputs->steps(); ++step) {
     for (size_t i = 0; i < weights.size(); ++i) {
       {
-        const Span span("chunk_gemm", step);
+        const ProfilerRange span("chunk_gemm", step);
         const auto part = outputs->part(i, step);
         const int64_t begin = outputs->chunk(step) * part.size(1);
         auto bias = bias_of(i);
         if (bias) bias = bias->narrow(0, begin, part.size(1));
         linear_out(kMatmulAllToAll, part, inputs, weights[i].narrow(0, begin, part.size(1)), bias,
-                   /*beside_transfers=*/true);
+                   /*overlaps_communication=*/true);
       }
       outputs->send(i, step);
     }
@@ -97,9 +98,10 @@ std::vector<Tensor> matmul_all_to_all_meta(const Tensor& x, at::TensorList weigh
   return matmul_all_to_all_out(x, weights, biases, group_size, algorithm);
 }
 
-// The gradient. With g_i that of result i and G_i = all_to_all(g_i, 0, -1):
+// The gradient. With g_i the gradient of result i and G_i = all_to_all(g_i, 0, -1):
 //   x: sum_i G_i weights[i]    weights[i]: G_i^T x    biases[i]: G_i summed over rows
-// In pieces, each of the rows of x's gradient is computed while the next piece of the G_i travels.
+// Pipelined: each piece of rows of x's gradient is computed while the next piece of the G_i
+// travels.
 
 using ExchangeGradients = std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>>;
 
@@ -136,19 +138,19 @@ ExchangeGradients exchange_gradients_kernel(at::TensorList grads, const Tensor& 
                                        .m = inputs.size(0) * group_size,
                                        .n = features,
                                        .k = inputs.size(1),
-                                       .chunk_rows = inputs.size(0) / kRowPieces,
+                                       .chunk_rows = inputs.size(0) / kNumRowPieces,
                                        .gather_bytes = RowExchange::channel_bytes(matrices)},
                                       algorithm, communicator);
   const auto outputs =
-      RowExchange::start(kMatmulAllToAll, communicator, matrices, kRowPieces, chosen);
+      RowExchange::start(kMatmulAllToAll, communicator, matrices, kNumRowPieces, chosen);
   if (x_wanted) {
     const auto x_rows = x_grad.flatten(0, -2);
-    // Several of a 16-bit dtype are one product of all columns, which is rounded once.
+    // Several 16-bit gradients are multiplied as one concatenated product, which is rounded once.
     const bool joins = grads.size() > 1 && c10::isReducedFloatingType(x.scalar_type());
     const auto joined_weights = joins ? at::cat(weights, 0) : Tensor();
     for (size_t step = 0; step < outputs->steps(); ++step) {
       const auto rows = outputs->wait(step);
-      const Span span("chunk_gemm", step);
+      const ProfilerRange span("chunk_gemm", step);
       const auto [begin, length] = outputs->range(step);
       auto target = x_rows.narrow(0, begin, length);
       if (joins) {
@@ -215,7 +217,7 @@ class MatmulAllToAll : public Function<MatmulAllToAll> {
 
     variable_list result(1 + count + biased.size() + 4);
     const bool x_wanted = ctx->needs_input_grad(0);
-    // Results that were used, and of these the weights and biases whose gradient is asked.
+    // Results that were used, and the weights and biases of these whose gradient is needed.
     std::vector<Tensor> used_grads;
     std::vector<Tensor> used_weights;
     std::vector<int64_t> used_as(count, -1);
@@ -242,7 +244,7 @@ class MatmulAllToAll : public Function<MatmulAllToAll> {
     if (used_grads.empty()) return result;
     if (!x_wanted && weights_wanted.empty() && biases_wanted.empty()) return result;
 
-    if (at::GradMode::is_enabled()) {  // a gradient of this gradient may be asked
+    if (at::GradMode::is_enabled()) {  // double backward may be requested
       std::vector<Tensor> outputs;
       for (size_t i = 0; i < used_grads.size(); ++i) {
         outputs.push_back(ops::all_to_all(used_grads[i], 0, -1, comm, group_size));
@@ -286,7 +288,7 @@ std::vector<Tensor> matmul_all_to_all_autograd(const Tensor& x, at::TensorList w
     biased.push_back(static_cast<int64_t>(i));
   }
   for (const auto& weight : weights) differentiable |= needs_autograd(weight);
-  // Wrong counts go the plain way too, to its message.
+  // An invalid number of weights or biases also takes the plain path, which reports it.
   if (!differentiable || weights.empty() || (!biases.empty() && biases.size() != weights.size())) {
     const BelowAutograd guard;
     return ops::matmul_all_to_all(x, weights, biases, comm, group_size, algorithm);

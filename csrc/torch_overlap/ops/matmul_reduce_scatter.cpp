@@ -22,7 +22,8 @@ int64_t row_dim(const Tensor& x, int64_t scatter_dim) {
   return dim;
 }
 
-// This rank's part, along scatter_dim, of the sum (or mean) of all ranks' x weight^T, plus bias.
+// Allocates this rank's part, along scatter_dim, of the sum (or mean) of all ranks' x weight^T,
+// plus bias.
 Tensor matmul_reduce_scatter_out(const Tensor& x, const Tensor& weight,
                                  const std::optional<Tensor>& bias, int64_t group_size,
                                  int64_t scatter_dim, std::string_view op,
@@ -51,7 +52,7 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
   const int64_t rows = inputs.size(0) / group_size;
   const bool mean = op == "avg";
 
-  const auto sums = rows_of(out, dim);
+  const auto sums = writable_rows(out, dim);
 
   bool bias_pending = bias.has_value();
   const auto chosen = choose_algorithm(
@@ -65,8 +66,8 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
            scatter_bytes(*communicator, inputs.size(0), weight.size(0), x.scalar_type()),
        .local_n = weight.size(0),
        .local_k = weight.size(1),
-       .direct_bytes =
-           direct_bytes(*communicator, inputs.size(0), weight.size(0), x.scalar_type())},
+       .low_latency_bytes =
+           low_latency_bytes(*communicator, inputs.size(0), weight.size(0), x.scalar_type())},
       forward_algorithm(algorithm), communicator);
   const auto product = [&] {
     GemmArgs args;
@@ -74,23 +75,23 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
     args.rhs = transposed_operand(weight);
     return args;
   };
-  if (chosen == Algorithm::direct) {
-    direct_sum_gemm(kMatmulReduceScatter, communicator,
-                    {.product = product(),
-                     .rows = inputs.size(0),
-                     .bias = bias.value_or(Tensor()),
-                     .mean = mean,
-                     .out = sums});
+  if (chosen == Algorithm::low_latency) {
+    low_latency_sum_gemm(kMatmulReduceScatter, communicator,
+                         {.product = product(),
+                          .rows = inputs.size(0),
+                          .bias = bias.value_or(Tensor()),
+                          .mean = mean,
+                          .out = sums});
     bias_pending = false;
-  } else if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
-    ring_scatter_gemms(kMatmulReduceScatter, communicator, {product()},
-                       {.start = {},
-                        .bias = bias.value_or(Tensor()),
-                        .mean = mean,
-                        .out = sums,
-                        .fused = chosen == Algorithm::fused});
+  } else if (chosen == Algorithm::p2p || chosen == Algorithm::fused) {
+    channel_scatter_gemms(kMatmulReduceScatter, communicator, {product()},
+                          {.start = {},
+                           .bias = bias.value_or(Tensor()),
+                           .mean = mean,
+                           .out = sums,
+                           .fused = chosen == Algorithm::fused});
     bias_pending = false;
-  } else if (chosen != Algorithm::chunked) {
+  } else if (chosen != Algorithm::pipelined) {
     const auto product = at::empty({inputs.size(0), weight.size(0)}, x.options());
     linear_out(kMatmulReduceScatter, product, inputs, weight, std::nullopt);
     communicator->reduce_scatter_single(sums, product, mean ? RedOpType::AVG : RedOpType::SUM,
@@ -99,19 +100,20 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
     ScatterPipeline scatter(*communicator, rows, weight.size(0), x.options());
     for (size_t step = 0; step < scatter.steps(); ++step) {
       {
-        const Span span("chunk_gemm", step);
-        // The own partial product is added once, and so is a bias in it. A mean would divide it.
+        const ProfilerRange span("chunk_gemm", step);
+        // This rank's partial product is added once, and so is a bias in it. A mean would divide
+        // the bias.
         const bool with_bias = scatter.is_own(step) && !mean;
         linear_out(kMatmulReduceScatter, scatter.partial(step),
                    row_view(inputs, scatter.chunk(step) * rows, rows), weight,
-                   with_bias ? bias : std::nullopt, /*beside_transfers=*/true);
+                   with_bias ? bias : std::nullopt, /*overlaps_communication=*/true);
       }
       scatter.send(step);
     }
     scatter.reduce(sums, mean);
     bias_pending &= mean;
   }
-  put_rows(sums, out, dim);
+  copy_rows_back(sums, out, dim);
   if (bias_pending) out.add_(*bias);
   return out;
 }
@@ -124,8 +126,8 @@ Tensor matmul_reduce_scatter_meta(const Tensor& x, const Tensor& weight,
 }
 
 // With g the gradient (divided by the group size for a mean) and G = all_gather(g):
-//   x: G weight, which is all_gather_matmul(g, weight^T)    weight: G^T x    bias: g summed over
-//   rows
+//   x: G weight, which is all_gather_matmul(g, weight^T)    weight: G^T x
+//   bias: g summed over rows
 class MatmulReduceScatter : public Function<MatmulReduceScatter> {
  public:
   static constexpr bool is_traceable = true;

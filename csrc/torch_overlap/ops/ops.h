@@ -13,10 +13,10 @@
 #include "torch_overlap/base/export.h"
 
 // The operators torch.ops.torch_overlap.* as C++ functions. Each call goes through the dispatcher:
-// autograd, autocast, tracing and the Meta kernels see it. docs/ops.md says what each one does.
+// autograd, autocast, tracing and the Meta kernels see it. docs/ops.md documents them.
 //
 // Every result is valid on the current stream when the call returns. `comm` names a live
-// communicator (comm/registry.h) of `group_size` ranks; Meta kernels look at group_size only.
+// communicator (comm/registry.h) of `group_size` ranks. Meta kernels use group_size only.
 namespace torch_overlap::ops {
 
 using at::Tensor;
@@ -75,17 +75,17 @@ TORCH_OVERLAP_API std::tuple<Tensor, Tensor> bulk_overlap_matmul(
     std::string_view collective, std::string_view comm, int64_t group_size, int64_t dim = 0,
     std::string_view algorithm = "auto");
 
-// For the gradients of others; not part of the public schemas.
-// That of all_gather_matmul: of x, if it is wanted, and of the weights `wanted`. `gathered`: the
-// gathered x where it was kept; `gathered_grad`: its own gradient.
+// Helpers of gradients, not part of the public schemas. The gradient of all_gather_matmul: of x if
+// `x_wanted`, and of the weights `wanted`. `gathered`: the gathered x if it was saved;
+// `gathered_grad`: its gradient.
 std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul_backward(
     at::TensorList grads, const Tensor& x, at::TensorList weights,
     const std::optional<Tensor>& gathered, const std::optional<Tensor>& gathered_grad,
     bool x_wanted, at::IntArrayRef wanted, std::string_view comm, int64_t group_size,
     int64_t gather_dim, std::string_view algorithm);
-// This rank's part of `x` along `dim`: the inverse of an all_gather that is invariant.
+// Returns this rank's part of `x` along `dim`: the inverse of an invariant all_gather.
 Tensor own_part(const Tensor& x, int64_t dim, std::string_view comm, int64_t group_size);
-// The sum over ranks on `root`, zeros elsewhere.
+// Returns the sum over ranks on `root`, zeros elsewhere.
 Tensor reduce_to_root(const Tensor& x, int64_t root, std::string_view comm);
 
 }  // namespace torch_overlap::ops

@@ -9,35 +9,38 @@
 namespace torch_overlap::ops {
 namespace {
 
-// Where scales lie behind the rows that they belong to.
+// Alignment in bytes of scales that are stored after the rows that they belong to.
 constexpr int64_t kScalesAlignment = 256;
 
 at::Tensor contiguous(const at::Tensor& bias) { return bias.defined() ? bias.contiguous() : bias; }
 
-int64_t element(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
+int64_t element_bytes(at::ScalarType dtype) {
+  return static_cast<int64_t>(c10::elementSize(dtype));
+}
 
-// Whether a rank's chunk of such rows is copied in less time than lanes for that cost the host.
-bool is_quick(const RowShare& share, const at::Tensor& rows) {
+// True if the copy of one rank's chunk of such rows takes less time than the host needs to set up
+// lanes.
+bool is_small_transfer(const RowShare& share, const at::Tensor& rows) {
   constexpr int64_t kBytes = 512 << 10;
-  const int64_t bytes = share.largest() * rows.size(1) * element(rows.scalar_type());
+  const int64_t bytes = share.largest() * rows.size(1) * element_bytes(rows.scalar_type());
   return !is_worth_chunks(share.largest()) && bytes <= kBytes;
 }
 
-int64_t scales_at(const TorchComm& comm, const at::Tensor& own) {
+int64_t scales_offset_bytes(const TorchComm& comm, const at::Tensor& own) {
   const int64_t bytes = comm.size() * static_cast<int64_t>(own.nbytes());
   return (bytes + kScalesAlignment - 1) / kScalesAlignment * kScalesAlignment;
 }
 
-// Where a scatter happens.
-struct ScatterPlace {
+// The buffers of a scatter.
+struct ScatterBuffers {
   std::shared_ptr<OverlapChannel> channel;
   RowShare rows;
   at::Tensor partial;  // [rows, columns]
-  int64_t received_at;
+  int64_t received_offset_bytes;
 };
 
-ScatterPlace scatter_place(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                           int64_t all_rows, const ScatterSum& sum) {
+ScatterBuffers make_scatter_buffers(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                                    int64_t all_rows, const ScatterSum& sum) {
   const RowShare rows{all_rows, comm->size(), sum.row_unit};
   const at::Tensor& out = sum.out;
   const int64_t columns = out.size(1);
@@ -48,7 +51,7 @@ ScatterPlace scatter_place(std::string_view op, const std::shared_ptr<TorchComm>
   return {.channel = channel,
           .rows = rows,
           .partial = channel->data(0, {rows.rows, columns}, dtype),
-          .received_at = rows.rows * columns * element(dtype)};
+          .received_offset_bytes = rows.rows * columns * element_bytes(dtype)};
 }
 
 std::vector<GemmArgs> products_of(const ScatterMultiply& problem) {
@@ -57,17 +60,18 @@ std::vector<GemmArgs> products_of(const ScatterMultiply& problem) {
     GemmArgs args;
     args.lhs = operand(problem.inputs[i]);
     args.rhs = operand(problem.weights[i]);
-    args.beside_transfers = true;
+    args.overlaps_communication = true;
     products.push_back(std::move(args));
   }
   return products;
 }
 
-// Their sum, and `start`, goes to where the scatter takes it from.
-void add_up_in(const ScatterPlace& place, const at::Tensor& start, std::vector<GemmArgs>& gemms) {
-  if (start.defined()) place.partial.copy_(start);
+// Computes the sum of the products and `start` in the buffer from which the scatter reads.
+void accumulate_into(const ScatterBuffers& buffers, const at::Tensor& start,
+                     std::vector<GemmArgs>& gemms) {
+  if (start.defined()) buffers.partial.copy_(start);
   for (size_t i = 0; i < gemms.size(); ++i) {
-    gemms[i].out = place.partial;
+    gemms[i].out = buffers.partial;
     gemms[i].accumulate = i > 0 || start.defined();
   }
 }
@@ -85,16 +89,18 @@ FusedShape fused_shape(const GemmArgs& args, const RowShare& rows, c10::Device d
   return {.device = device, .types = fused_types(args), .rows = rows, .n = shape.n, .k = shape.k};
 }
 
-// Whether fused kernels do all that is asked of a product.
-bool has_fused(const OverlapChannel& channel, const GemmArgs& args, const RowShare& rows) {
+// True if fused kernels support everything that the product asks for.
+bool supports_fused(const OverlapChannel& channel, const GemmArgs& args, const RowShare& rows) {
   const GemmEpilogue& epilogue = args.epilogue;
-  if (!channel.transport().is_direct() || args.accumulate || args.sm_target != 0 ||
+  if (!channel.transport().is_peer_mapped() || args.accumulate || args.sm_target != 0 ||
       args.out_scale.defined() || args.out_amax.defined() || epilogue.gelu ||
       epilogue.pre_gelu_out.defined() || epilogue.gelu_input.defined() ||
       epilogue.bias_grad.defined() || epilogue.residual.defined()) {
     return false;
   }
-  return channel.device().fused_obstacle(fused_shape(args, rows, channel.group().device())).empty();
+  return channel.device()
+      .fused_unsupported_reason(fused_shape(args, rows, channel.group().device()))
+      .empty();
 }
 
 }  // namespace
@@ -112,38 +118,41 @@ GemmOperand transposed_operand(const at::Tensor& x) {
 }
 
 int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Tensor& scales) {
-  const int64_t bytes =
-      scales.defined() ? scales_at(comm, own) + comm.size() * static_cast<int64_t>(scales.nbytes())
-                       : comm.size() * static_cast<int64_t>(own.nbytes());
+  const int64_t bytes = scales.defined() ? scales_offset_bytes(comm, own) +
+                                               comm.size() * static_cast<int64_t>(scales.nbytes())
+                                         : comm.size() * static_cast<int64_t>(own.nbytes());
   return std::max<int64_t>(bytes, 1);
 }
 
 int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype,
                       int64_t row_unit) {
-  // The products of all rows, and a part of this rank's from each.
+  // The products of all rows, and each rank's part of this rank's rows.
   const RowShare share{rows, comm.size(), row_unit};
-  return std::max<int64_t>((rows + share.size * share.largest()) * columns * element(dtype), 1);
+  return std::max<int64_t>((rows + share.size * share.largest()) * columns * element_bytes(dtype),
+                           1);
 }
 
-int64_t direct_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype) {
-  return std::max<int64_t>(direct_sum_room({rows, comm.size()}, columns * element(dtype)), 1);
+int64_t low_latency_bytes(const TorchComm& comm, int64_t rows, int64_t columns,
+                          at::ScalarType dtype) {
+  return std::max<int64_t>(
+      low_latency_sum_bytes({rows, comm.size()}, columns * element_bytes(dtype)), 1);
 }
 
-void ring_gather_multiply(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                          const GatherInput& input, at::TensorList weights,
-                          const std::vector<at::Tensor>& biases,
-                          const std::vector<at::Tensor>& products) {
+void channel_gather_linear(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                           const GatherInput& input, at::TensorList weights,
+                           const std::vector<at::Tensor>& biases,
+                           const std::vector<at::Tensor>& products) {
   std::vector<GemmArgs> gemms(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
     gemms[i].rhs = transposed_operand(weights[i]);
     gemms[i].out = products[i];
     gemms[i].epilogue.bias = contiguous(biases[i]);
   }
-  ring_gather_gemms(op, comm, input, std::move(gemms));
+  channel_gather_gemms(op, comm, input, std::move(gemms));
 }
 
-void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                       const GatherInput& input, std::vector<GemmArgs> gemms) {
+void channel_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                          const GatherInput& input, std::vector<GemmArgs> gemms) {
   const auto channel = operator_channel(op, comm, OperatorChannel::gather,
                                         gather_bytes(*comm, input.own, input.scales));
   const RowShare rows{input.own.size(0) * comm->size(), comm->size()};
@@ -156,79 +165,82 @@ void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& co
                      .rows = rows,
                      .data = gathered(input.own, 0, input.gathered),
                      .scales = {},
-                     .order = GatherOrder::direct};
+                     .order = GatherOrder::all_pairs};
   if (input.scales.defined()) {
-    problem.scales = gathered(input.scales, scales_at(*comm, input.own), input.gathered_scales);
+    problem.scales =
+        gathered(input.scales, scales_offset_bytes(*comm, input.own), input.gathered_scales);
   }
   for (auto& args : problem.gemms) {
     args.lhs.data = problem.data.all;
     if (input.scales.defined()) args.lhs.scale_inv = problem.scales.all;
   }
-  problem.as_one = is_quick(rows, input.own);
-  problem.direct = input.direct;
-  problem.fused =
-      input.fused && std::all_of(problem.gemms.begin(), problem.gemms.end(),
-                                 [&](const auto& args) { return has_fused(*channel, args, rows); });
+  problem.single_lane = is_small_transfer(rows, input.own);
+  problem.method = input.method;
+  if (problem.method == GatherMethod::fused &&
+      !std::all_of(problem.gemms.begin(), problem.gemms.end(),
+                   [&](const auto& args) { return supports_fused(*channel, args, rows); })) {
+    problem.method = GatherMethod::p2p;
+  }
   run_gather_gemm(op, *channel, problem);
 }
 
 ChannelGather::ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                              const at::Tensor& own, const RowShare& share, bool with_own) {
   channel_ = operator_channel(op, comm, OperatorChannel::gather,
-                              share.rows * own.size(1) * element(own.scalar_type()));
+                              share.rows * own.size(1) * element_bytes(own.scalar_type()));
   use_.emplace(*channel_);
   rows_ = channel_->data(0, {share.rows, own.size(1)}, own.scalar_type());
-  gather_.emplace(op, *channel_, share, own, rows_, with_own, is_quick(share, own));
+  gather_.emplace(op, *channel_, share, own, rows_, with_own, is_small_transfer(share, own));
 }
 
-void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                        std::vector<GemmArgs> gemms, const ScatterSum& sum) {
+void channel_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                           std::vector<GemmArgs> gemms, const ScatterSum& sum) {
   const auto all_rows = gemm_shape(gemms.at(0)).m;
-  const ScatterPlace place = scatter_place(op, comm, all_rows, sum);
-  const OverlapChannel::Use use(*place.channel);
-  add_up_in(place, sum.start, gemms);
+  const ScatterBuffers buffers = make_scatter_buffers(op, comm, all_rows, sum);
+  const OverlapChannel::Use use(*buffers.channel);
+  accumulate_into(buffers, sum.start, gemms);
   const bool fused = sum.fused && gemms.size() == 1 && !sum.start.defined() &&
-                     has_fused(*place.channel, gemms[0], place.rows);
-  run_scatter_gemm(op, *place.channel,
+                     supports_fused(*buffers.channel, gemms[0], buffers.rows);
+  run_scatter_gemm(op, *buffers.channel,
                    {.gemms = std::move(gemms),
-                    .rows = place.rows,
-                    .partial = place.partial,
-                    .at = place.received_at,
+                    .rows = buffers.rows,
+                    .partial = buffers.partial,
+                    .at = buffers.received_offset_bytes,
                     .out = sum.out,
                     .scale_inv = {},
                     .factor = sum.mean ? 1.0 / comm->size() : 1.0,
                     .bias = contiguous(sum.bias),
                     .ranks_share_k = sum.ranks_share_k,
                     .fused = fused,
-                    .as_one = is_quick(place.rows, sum.out)});
+                    .single_lane = is_small_transfer(buffers.rows, sum.out)});
 }
 
-void direct_sum_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                     DirectProduct problem) {
+void low_latency_sum_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                          ReduceProduct problem) {
   const at::Tensor& out = problem.out;
   const auto channel =
       operator_channel(op, comm, OperatorChannel::sum,
-                       direct_bytes(*comm, problem.rows, out.size(1), out.scalar_type()));
-  run_direct_sum(op, *channel,
-                 {.gemm = std::move(problem.product),
-                  .rows = {problem.rows, comm->size()},
-                  .everywhere = problem.everywhere,
-                  .out = out,
-                  .factor = problem.mean ? 1.0 / comm->size() : 1.0,
-                  .bias = contiguous(problem.bias)});
+                       low_latency_bytes(*comm, problem.rows, out.size(1), out.scalar_type()));
+  run_low_latency_sum(op, *channel,
+                      {.gemm = std::move(problem.product),
+                       .rows = {problem.rows, comm->size()},
+                       .everywhere = problem.everywhere,
+                       .out = out,
+                       .factor = problem.mean ? 1.0 / comm->size() : 1.0,
+                       .bias = contiguous(problem.bias)});
 }
 
-bool fused_reduce_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                       const DirectProduct& problem) {
+bool try_fused_all_reduce_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                               const ReduceProduct& problem) {
   GemmArgs args = problem.product;
   args.out = problem.out;
   const RowShare rows{problem.rows, comm->size()};
   const c10::Device device = comm->device();
-  const int64_t room =
-      overlap_device(op, device.type()).reduce_room(fused_shape(args, rows, device));
-  if (room == 0) return false;
-  const auto channel = operator_channel(op, comm, OperatorChannel::reduce, room);
-  if (!has_fused(*channel, args, rows)) return false;
+  const int64_t required_bytes =
+      overlap_device(op, device.type()).max_fused_allreduce_bytes(fused_shape(args, rows, device));
+  if (required_bytes == 0) return false;
+  const auto channel = operator_channel(op, comm, OperatorChannel::reduce, required_bytes);
+  if (!supports_fused(*channel, args, rows)) return false;
   run_fused_reduce(op, *channel,
                    {.gemm = std::move(args),
                     .rows = rows,
@@ -239,24 +251,25 @@ bool fused_reduce_gemm(std::string_view op, const std::shared_ptr<TorchComm>& co
   return true;
 }
 
-void ring_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                           const ScatterMultiply& problem) {
-  ring_scatter_gemms(op, comm, products_of(problem), problem.sum);
+void channel_scatter_matmul(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                            const ScatterMultiply& problem) {
+  channel_scatter_gemms(op, comm, products_of(problem), problem.sum);
 }
 
-void bulk_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                           const ScatterMultiply& problem, const std::function<void()>& before_sum,
-                           const std::vector<GemmArgs>& beside) {
+void bulk_scatter_matmul(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                         const ScatterMultiply& problem,
+                         const std::function<void()>& before_reduction,
+                         const std::vector<GemmArgs>& concurrent_gemms) {
   const ScatterSum& sum = problem.sum;
-  const ScatterPlace place = scatter_place(op, comm, problem.inputs.at(0).size(0), sum);
-  const OverlapChannel::Use use(*place.channel);
+  const ScatterBuffers buffers = make_scatter_buffers(op, comm, problem.inputs.at(0).size(0), sum);
+  const OverlapChannel::Use use(*buffers.channel);
   auto products = products_of(problem);
-  add_up_in(place, sum.start, products);
+  accumulate_into(buffers, sum.start, products);
   for (const auto& args : products) gemm(op, args);
-  before_sum();
-  run_bulk_gemm(op, *place.channel,
-                {.gemms = beside,
-                 .rows = place.rows,
+  before_reduction();
+  run_bulk_gemm(op, *buffers.channel,
+                {.gemms = concurrent_gemms,
+                 .rows = buffers.rows,
                  .columns = sum.out.size(1),
                  .dtype = sum.out.scalar_type(),
                  .gathers = false,

@@ -10,7 +10,8 @@ namespace {
 
 constexpr std::string_view kPermute = "permute";
 
-// Shaped as x, contiguous. `pairs` is src0, dst0, src1, dst1, ...: no rank sends or receives twice.
+// Allocates a contiguous tensor of x's shape. `pairs` is src0, dst0, src1, dst1, ...: no rank sends
+// or receives twice.
 Tensor permute_out(const Tensor& x, at::IntArrayRef pairs) {
   TORCH_OVERLAP_CHECK(pairs.size() % 2 == 0, kValue, kPermute,
                       ": expected pairs as src0, dst0, src1, dst1, ..., got ", list_string(pairs),
@@ -30,10 +31,10 @@ Tensor permute_out(const Tensor& x, at::IntArrayRef pairs) {
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
-Started start(const Tensor& x, at::IntArrayRef pairs, std::string_view comm, bool async_op) {
+StartedOp start(const Tensor& x, at::IntArrayRef pairs, std::string_view comm, bool async_op) {
   auto out = permute_out(x, pairs);
   const auto communicator = find_comm(comm);
-  const auto mine = async_op ? sent_later(x.contiguous(), x) : x.contiguous();
+  const auto mine = async_op ? clone_if_unversioned(x.contiguous(), x) : x.contiguous();
   std::vector<P2POp> moves;
   bool receives = false;
   for (size_t i = 0; i < pairs.size(); i += 2) {
@@ -64,7 +65,7 @@ Tensor permute_meta(const Tensor& x, at::IntArrayRef pairs, std::string_view) {
   return permute_out(x, pairs);
 }
 
-// The gradient goes the way back.
+// The gradient is sent in the opposite direction.
 class Permute : public Function<Permute> {
  public:
   static constexpr bool is_traceable = true;
@@ -77,7 +78,7 @@ class Permute : public Function<Permute> {
     ctx->saved_data["comm"] = std::string(comm);
     const BelowAutograd guard;
     if (!async_op) return ops::permute(x, pairs, comm);
-    return noted(kPermute, x, start(materialized(x), pairs, comm, true));
+    return register_started(kPermute, x, start(materialized(x), pairs, comm, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -99,7 +100,7 @@ Tensor permute_async(const Tensor& x, at::IntArrayRef pairs, std::string_view co
   if (!can_start_async(x)) return ops::permute(x, pairs, comm);
   if (needs_autograd(x)) return Permute::apply(x, pairs, comm, true);
   const BelowAutograd guard;
-  return noted(kPermute, x, start(materialized(x), pairs, comm, true));
+  return register_started(kPermute, x, start(materialized(x), pairs, comm, true));
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ Tensor or_empty(const Tensor& tensor, const Tensor& like) {
   return tensor.defined() ? tensor : at::empty({0}, like.options());
 }
 
-// Results may not be the same tensor twice: one scale of the tensor is returned once.
+// An operator must not return the same tensor twice: a shared per-tensor scale is returned once.
 QuantizedTuple as_tuple(Quantized out) {
   const bool shared = out.columnwise_scale_inv.is_same(out.scale_inv);
   auto columnwise = or_empty(out.columnwise_data, out.data);
@@ -155,7 +155,7 @@ TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("unswizzle_scales", torch_overlap::ops::unswizzle_scales_meta);
 }
 
-// No gradients: it raises when one is asked.
+// The operators have no gradients: a backward pass raises an error.
 TORCH_OVERLAP_KERNELS(Autograd, m) {
   for (const char* name : torch_overlap::ops::kQuantizeOps) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());

@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::string_view kReduceScatter = "reduce_scatter";
 
-// This rank's part, along `dim`, of the reduction of all ranks' x; contiguous.
+// Allocates this rank's part, along `dim`, of the reduction of all ranks' x; contiguous.
 Tensor reduce_scatter_out(const Tensor& x, int64_t dim, std::string_view op, int64_t group_size,
                           const OptionalScalar& factor) {
   check_group_size(kReduceScatter, group_size);
@@ -19,16 +19,16 @@ Tensor reduce_scatter_out(const Tensor& x, int64_t dim, std::string_view op, int
   return at::empty_symint(sizes, x.options());
 }
 
-// Scattering along dimension 0 needs no copy; along another one, one before.
-Started start(const Tensor& x, int64_t dim, std::string_view op, std::string_view comm,
-              int64_t group_size, const OptionalScalar& factor, bool async_op) {
+// Scattering along dimension 0 needs no copy; along another dimension, one before the collective.
+StartedOp start(const Tensor& x, int64_t dim, std::string_view op, std::string_view comm,
+                int64_t group_size, const OptionalScalar& factor, bool async_op) {
   auto out = reduce_scatter_out(x, dim, op, group_size, factor);
   const auto communicator = find_comm(kReduceScatter, comm, group_size);
   dim = wrap_dim(kReduceScatter, x, dim, "dim");
   auto parts = dim == 0
                    ? x.contiguous()
                    : x.unflatten(dim, {group_size, out.size(dim)}).movedim(dim, 0).contiguous();
-  if (async_op) parts = sent_later(parts, x);
+  if (async_op) parts = clone_if_unversioned(parts, x);
   auto work = communicator->reduce_scatter_single(
       out, parts, parse_reduction(kReduceScatter, x, op, factor), async_op);
   return {std::move(out), std::move(work)};
@@ -60,8 +60,8 @@ class ReduceScatter : public Function<ReduceScatter> {
     ctx->saved_data["factor"] = IValue(factor);
     const BelowAutograd guard;
     if (!async_op) return ops::reduce_scatter(x, dim, op, comm, group_size, factor);
-    return noted(kReduceScatter, x,
-                 start(materialized(x), dim, op, comm, group_size, factor, true));
+    return register_started(kReduceScatter, x,
+                            start(materialized(x), dim, op, comm, group_size, factor, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -89,7 +89,8 @@ Tensor reduce_scatter_async(const Tensor& x, int64_t dim, std::string_view op,
   if (!can_start_async(x)) return ops::reduce_scatter(x, dim, op, comm, group_size, factor);
   if (needs_autograd(x)) return ReduceScatter::apply(x, dim, op, comm, group_size, factor, true);
   const BelowAutograd guard;
-  return noted(kReduceScatter, x, start(materialized(x), dim, op, comm, group_size, factor, true));
+  return register_started(kReduceScatter, x,
+                          start(materialized(x), dim, op, comm, group_size, factor, true));
 }
 
 }  // namespace

@@ -11,13 +11,13 @@
 #include "torch_overlap/ops/checks.h"
 #include "torch_overlap/ops/ops.h"
 
-// What a file that defines an operator includes, and nothing else does (it is slow to compile).
+// Include this only in files that define an operator: it is slow to compile.
 //
 // Such a file reads from top to bottom: the shape function, which checks the arguments and
-// allocates the result and serves the Meta and the real kernel; the kernel; the gradient; the
-// `_async` form; and last what is registered. An operator that is made of others is registered
-// twice, as composite for autograd and as a decomposition for vmap, which would call it for each
-// element otherwise.
+// allocates the result for both the Meta and the real kernel; the kernel; the gradient; the
+// `_async` form; and the registrations. An operator that is composed of others is registered twice:
+// as composite for autograd, and as a decomposition for vmap, which would otherwise call it for
+// each element.
 namespace torch_overlap::ops {
 
 using at::IValue;
@@ -27,29 +27,30 @@ using torch::autograd::Function;
 using torch::autograd::variable_list;
 using OptionalScalar = std::optional<Scalar>;
 
-// Kernels below autograd, views not tracked: what a Function's forward runs under.
+// Dispatches below autograd without view tracking, for a Function's forward.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
-// The operator torch_overlap::<name>. Look it up once: `static const auto op = find_op<F>("x");`
+// Returns the operator torch_overlap::<name>. Look it up once: `static const auto op =
+// find_op<F>("x");`
 template <typename F>
 auto find_op(const char* name, const char* overload = "") {
   const std::string full = std::string("torch_overlap::") + name;
   return c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), overload).typed<F>();
 }
 
-// Results that an operation started: `out` is valid once `work` is waited for.
-struct Started {
+// Result of an operation that was started: `out` is valid once `work` has been waited for.
+struct StartedOp {
   Tensor out;
   WorkPtr work;
 };
 
-// The result of the `_async` form of `op` on `x`, as the caller passed it.
-inline Tensor noted(std::string_view op, const Tensor& x, Started started) {
-  note_work(op, x, started.out, std::move(started.work));
+// Returns the result of the `_async` form of `op` on `x`, as the caller passed it.
+inline Tensor register_started(std::string_view op, const Tensor& x, StartedOp started) {
+  register_pending_work(op, x, started.out, std::move(started.work));
   return std::move(started.out);
 }
 
-// What TORCH_OVERLAP_KERNELS registers with. Each kernel is a boundary for errors.
+// Registers kernels for TORCH_OVERLAP_KERNELS. Each kernel translates its exceptions.
 class Kernels {
  public:
   explicit Kernels(torch::Library& library) : library_(library) {}
@@ -57,23 +58,24 @@ class Kernels {
   template <typename Result, typename... Args>
   void impl(const char* name, Result (*kernel)(Args...)) {
     library_.impl(name, [kernel](Args... args) -> Result {
-      return at_boundary([&]() -> Result { return kernel(std::forward<Args>(args)...); });
+      return with_exception_translation(
+          [&]() -> Result { return kernel(std::forward<Args>(args)...); });
     });
   }
-  // One of torch's own.
+  // Registers one of torch's own kernels.
   void impl(const char* name, torch::CppFunction kernel) { library_.impl(name, std::move(kernel)); }
 
  private:
   torch::Library& library_;
 };
 
-// What a direct call of a kernel needs that the dispatcher would otherwise do first.
+// Materializes conj and neg bits, as the dispatcher would, for a direct call of a kernel.
 inline Tensor materialized(const Tensor& x) { return x.resolve_conj().resolve_neg(); }
 
 }  // namespace torch_overlap::ops
 
-// TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("all_gather", all_gather_meta); ... }: the operators'
-// kernels for a dispatch key, in place of TORCH_LIBRARY_IMPL.
+// TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("all_gather", all_gather_meta); ... }: registers the
+// operators' kernels for a dispatch key. Use it instead of TORCH_LIBRARY_IMPL.
 #define TORCH_OVERLAP_KERNELS(key, m) TORCH_OVERLAP_KERNELS_NAMED(key, m, C10_UID)
 #define TORCH_OVERLAP_KERNELS_NAMED(key, m, uid)                                      \
   static void C10_CONCATENATE(register_kernels_, uid)(torch_overlap::ops::Kernels m); \

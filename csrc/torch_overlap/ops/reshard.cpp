@@ -5,8 +5,8 @@
 namespace torch_overlap::ops {
 namespace {
 
-// From one layout to another, by the cheapest plan. Made of other operators: autograd, tracing and
-// vmap take it apart.
+// Converts from one layout to another by the cheapest plan. It is composed of other operators, so
+// autograd, tracing and vmap decompose it.
 Tensor reshard_kernel(const Tensor& x, std::string_view mesh, std::string_view from,
                       std::string_view to, c10::SymIntArrayRef sym_shape) {
   const auto comms = spmd::MeshComms::find(mesh);

@@ -23,8 +23,8 @@ using mesh::StepKind;
 using spmd::Group;
 using spmd::MeshComms;
 
-// The part of a dimension of n that the rank at this index has, cut along some axes.
-Extent cut_at(const Mesh& mesh, int64_t index, const AxisList& axes, int64_t n) {
+// Returns the part of a dimension of size n, sharded along `axes`, that the rank at this index has.
+Extent shard_extent(const Mesh& mesh, int64_t index, const AxisList& axes, int64_t n) {
   std::vector<int64_t> sizes;
   std::vector<int64_t> coordinates;
   for (const AxisRef& ref : axes) {
@@ -34,19 +34,19 @@ Extent cut_at(const Mesh& mesh, int64_t index, const AxisList& axes, int64_t n) 
   return mesh::chunk(n, sizes, coordinates);
 }
 
-// How a dimension of n is cut along some axes, in the order of the axes: part i, and which member
-// of the communicator has it.
-struct CutParts {
+// The parts of a dimension of size n sharded along some axes, in the order of the axes: extent of
+// part i, and the member of the communicator that has it.
+struct ShardLayout {
   std::vector<Extent> extents;
   std::vector<size_t> members;
   size_t own = 0;
   int64_t largest = 0;
-  bool plain = true;  // parts of one size, in the order of the members
+  bool plain = true;  // all parts have one size and are in the order of the members
 
-  CutParts(const MeshComms& comms, const Group& group, const AxisList& axes, int64_t n) {
+  ShardLayout(const MeshComms& comms, const Group& group, const AxisList& axes, int64_t n) {
     const std::vector<int64_t> order = comms.mesh().group_at(comms.index(), axes);
     for (size_t i = 0; i < order.size(); ++i) {
-      extents.push_back(cut_at(comms.mesh(), order[i], axes, n));
+      extents.push_back(shard_extent(comms.mesh(), order[i], axes, n));
       const auto member = std::find(group.indices.begin(), group.indices.end(), order[i]);
       members.push_back(static_cast<size_t>(member - group.indices.begin()));
       if (order[i] == comms.index()) own = i;
@@ -64,8 +64,9 @@ Tensor padded_to(const Tensor& x, int64_t dim, int64_t size) {
   return at::constant_pad_nd(x, pad);
 }
 
-// x, cut along `dim`, with the parts in the order of the members, all as large as the largest.
-Tensor to_members(const Tensor& x, int64_t dim, const CutParts& parts) {
+// Returns x, sharded along `dim`, with the parts in the order of the members, padded to the largest
+// part.
+Tensor to_member_order(const Tensor& x, int64_t dim, const ShardLayout& parts) {
   if (parts.plain) return x;
   std::vector<Tensor> by_member(parts.members.size());
   for (size_t i = 0; i < parts.members.size(); ++i) {
@@ -76,8 +77,8 @@ Tensor to_members(const Tensor& x, int64_t dim, const CutParts& parts) {
   return at::cat(by_member, dim);
 }
 
-// The inverse.
-Tensor from_members(const Tensor& x, int64_t dim, const CutParts& parts) {
+// The inverse of to_member_order().
+Tensor from_member_order(const Tensor& x, int64_t dim, const ShardLayout& parts) {
   if (parts.plain) return x;
   std::vector<Tensor> in_order;
   for (size_t i = 0; i < parts.members.size(); ++i) {
@@ -106,13 +107,13 @@ bool is_first(const MeshComms& comms, const AxisList& axes) {
   });
 }
 
-class Run {
+class StepRunner {
  public:
-  Run(const Tensor& x, const Step& step, const mesh::Shape& shape, MeshComms& comms)
+  StepRunner(const Tensor& x, const Step& step, const mesh::Shape& shape, MeshComms& comms)
       : step_(step),
         comms_(comms),
-        may_split_(can_start_async(x)),
-        has_gradient_(!may_split_ || needs_autograd(x)),
+        can_split_comm_(can_start_async(x)),
+        has_gradient_(!can_split_comm_ || needs_autograd(x)),
         before_(sizes(step.before, shape)),
         after_(sizes(step.after, shape)),
         largest_(mesh::largest_local_shape(step.before, shape)) {}
@@ -148,7 +149,7 @@ class Run {
     return out;
   }
 
-  const Group& group(const AxisList& axes) const { return comms_.group(axes, may_split_); }
+  const Group& group(const AxisList& axes) const { return comms_.group(axes, can_split_comm_); }
 
   static int64_t size(const Group& group) { return static_cast<int64_t>(group.indices.size()); }
 
@@ -158,27 +159,27 @@ class Run {
     return members.comm ? invariant_to_replicated(x, members.comm_name, size(members)) : x;
   }
 
-  // What an invariant value would gather backwards is a slice forwards. Where parts are uneven its
-  // gradient is summed instead: zeros, and the own part. Without a gradient nothing is sent, and no
-  // communicator needed.
+  // Slices x. The gradient of an invariant value is an all_gather, or if parts are uneven a sum
+  // over ranks of zeros and each rank's own part. Without a gradient nothing is sent, and no
+  // communicator is needed.
   Tensor slice(const Tensor& x) const {
     const int64_t dim = step_.dim;
     const int64_t n = before_[static_cast<size_t>(dim)];
-    const Extent own = cut_at(comms_.mesh(), comms_.index(), step_.axes, n);
+    const Extent own = shard_extent(comms_.mesh(), comms_.index(), step_.axes, n);
     const AxisList invariant = invariant_ones(step_.axes, step_.before);
     if (invariant.empty()) return x.narrow(dim, own.offset, own.size);
     if (!has_gradient_) {
       return x.narrow(dim, own.offset, own.size).clone(at::MemoryFormat::Contiguous);
     }
     const Group& members = group(step_.axes);
-    const CutParts parts(comms_, members, step_.axes, n);
+    const ShardLayout parts(comms_, members, step_.axes, n);
     if (invariant.size() == step_.axes.size() && parts.plain && members.comm) {
       return own_part(x, dim, members.comm_name, size(members));
     }
     return to_replicated(x, invariant).narrow(dim, own.offset, own.size);
   }
 
-  // R, then what of it is I.
+  // Casts the replicated x to invariant along the axes `invariant`.
   Tensor with_gradient(const Tensor& x, const AxisList& invariant) const {
     return invariant.size() == step_.axes.size() || invariant.empty()
                ? x
@@ -189,12 +190,12 @@ class Run {
     const int64_t dim = step_.dim;
     const Group& members = group(step_.axes);
     if (!members.comm) return x;
-    const CutParts parts(comms_, members, step_.axes, after_[static_cast<size_t>(dim)]);
+    const ShardLayout parts(comms_, members, step_.axes, after_[static_cast<size_t>(dim)]);
     const AxisList invariant = invariant_ones(step_.axes, step_.after);
     const std::string_view grad = invariant.size() == step_.axes.size() ? "I" : "R";
     const Tensor gathered = ops::all_gather(padded_to(x, dim, parts.largest), dim,
                                             members.comm_name, size(members), grad);
-    return with_gradient(from_members(gathered, dim, parts), invariant);
+    return with_gradient(from_member_order(gathered, dim, parts), invariant);
   }
 
   Tensor all_reduce(const Tensor& x) const {
@@ -211,9 +212,10 @@ class Run {
     const int64_t dim = step_.dim;
     const Group& members = group(step_.axes);
     if (!members.comm) return x;
-    const CutParts parts(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
-    const Tensor mine = ops::reduce_scatter(to_members(x, dim, parts), dim, to_string(step_.reduce),
-                                            members.comm_name, size(members));
+    const ShardLayout parts(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
+    const Tensor mine =
+        ops::reduce_scatter(to_member_order(x, dim, parts), dim, to_string(step_.reduce),
+                            members.comm_name, size(members));
     return mine.narrow(dim, 0, parts.extents[parts.own].size);
   }
 
@@ -222,11 +224,11 @@ class Run {
     const int64_t from = step_.from_dim;
     const Group& members = group(step_.axes);
     if (!members.comm) return x;
-    const CutParts cut(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
-    const CutParts joined(comms_, members, step_.axes, after_[static_cast<size_t>(from)]);
-    const Tensor sent = to_members(padded_to(x, from, joined.largest), dim, cut);
+    const ShardLayout cut(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
+    const ShardLayout joined(comms_, members, step_.axes, after_[static_cast<size_t>(from)]);
+    const Tensor sent = to_member_order(padded_to(x, from, joined.largest), dim, cut);
     const Tensor got = ops::all_to_all(sent, dim, from, members.comm_name, size(members));
-    return from_members(got.narrow(dim, 0, cut.extents[cut.own].size), from, joined);
+    return from_member_order(got.narrow(dim, 0, cut.extents[cut.own].size), from, joined);
   }
 
   Tensor permute(const Tensor& x) const {
@@ -240,14 +242,14 @@ class Run {
       pairs.push_back(source - begin);
       pairs.push_back(static_cast<int64_t>(target));
     }
-    // Axes along which the value was whole, and those along which it will be: where all of both are
-    // invariant, so are the gradients on their way back.
+    // Axes along which the value was whole before, and along which it is whole afterwards. If all
+    // of them are invariant, so are the gradients in the backward pass.
     const AxisList whole_before = unused(step_.before);
     const AxisList whole_after = unused(step_.after);
     const AxisList before = invariant_ones(whole_before, step_.before);
     const AxisList after = invariant_ones(whole_after, step_.after);
     const bool stays = before.size() == whole_before.size() && after.size() == whole_after.size();
-    // What comes may be larger or smaller than what goes.
+    // The received tensor may be larger or smaller than the sent one.
     Tensor sent = stays || before.empty() ? x : to_replicated(x, before);
     for (int64_t d = 0; d < x.dim(); ++d)
       sent = padded_to(sent, d, largest_[static_cast<size_t>(d)]);
@@ -256,7 +258,7 @@ class Run {
     return stays || after.empty() ? got : replicated_to_invariant(got, is_first(comms_, after));
   }
 
-  // Of the axes of the step, those along which all ranks have the same.
+  // Returns those axes of the step along which all ranks have the same value.
   AxisList unused(const Layout& layout) const {
     AxisList out = step_.axes;
     std::erase_if(out, [&](const AxisRef& ref) { return layout.uses(ref); });
@@ -271,8 +273,8 @@ class Run {
     if (!counts_once) return invariant.empty() ? x : to_replicated(x, invariant);
     const bool mine = is_first(comms_, step_.axes);
     const double fill = step_.reduce == ReduceKind::kSum ? 0 : 1;
-    if (invariant.size() == step_.axes.size()) return invariant_to_pending(x, mine, fill);
-    return replicated_to_pending(invariant.empty() ? x : to_replicated(x, invariant), mine, fill);
+    if (invariant.size() == step_.axes.size()) return invariant_to_partial(x, mine, fill);
+    return replicated_to_partial(invariant.empty() ? x : to_replicated(x, invariant), mine, fill);
   }
 
   Tensor cast(const Tensor& x) const {
@@ -287,17 +289,17 @@ class Run {
 
   const Step& step_;
   MeshComms& comms_;
-  const bool may_split_;
-  const bool has_gradient_;   // or may have one: of what a compiler or vmap sees, nobody can tell
-  const mesh::Shape before_;  // of this rank's tensor
+  const bool can_split_comm_;
+  const bool has_gradient_;   // or may have one: unknown under a compiler or vmap
+  const mesh::Shape before_;  // shape of this rank's tensor
   const mesh::Shape after_;
-  const mesh::Shape largest_;  // of all ranks', before
+  const mesh::Shape largest_;  // largest shape of all ranks before the step
 };
 
 }  // namespace
 
 Tensor run_step(const Tensor& x, const Step& step, const mesh::Shape& shape, MeshComms& comms) {
-  return Run(x, step, shape, comms)(x);
+  return StepRunner(x, step, shape, comms)(x);
 }
 
 }  // namespace torch_overlap::ops

@@ -12,11 +12,13 @@ namespace {
 constexpr std::string_view kAllReduceRmsNorm = "all_reduce_rms_norm";
 constexpr std::string_view kMatmulAllReduceRmsNorm = "matmul_all_reduce_rms_norm";
 
-using NormResults = std::tuple<Tensor, Tensor>;  // the normalized rows, and what they are of
+// The normalized rows, and the rows before normalization.
+using NormResults = std::tuple<Tensor, Tensor>;
 
-// What lies beside rows of `n` elements, of dtype and device of `like`.
-void check_beside_rows(std::string_view op, c10::SymIntArrayRef shape, const Tensor& like,
-                       const Tensor& residual, const Tensor& norm_weight, double eps) {
+// Checks the residual and the norm's weight for rows of `shape`, with the dtype and device of
+// `like`.
+void check_norm_operands(std::string_view op, c10::SymIntArrayRef shape, const Tensor& like,
+                         const Tensor& residual, const Tensor& norm_weight, double eps) {
   TORCH_OVERLAP_CHECK(at::isFloatingType(like.scalar_type()) && like.element_size() >= 2, kType, op,
                       ": expected x of float16, bfloat16, float32 or float64, got ",
                       like.scalar_type(), ". Convert it.");
@@ -43,15 +45,16 @@ NormResults results_like(c10::SymIntArrayRef shape, const Tensor& like) {
   return {at::empty_symint(shape, like.options()), at::empty_symint(shape, like.options())};
 }
 
-// From the sum on, where gradients are wanted or the sum came in another way.
-NormResults norm_of(const Tensor& sum, const Tensor& residual, const Tensor& norm_weight,
-                    double eps) {
+// Applies the residual and the norm to a complete sum. Used if gradients are needed, or if the sum
+// was computed by another algorithm.
+NormResults add_and_norm(const Tensor& sum, const Tensor& residual, const Tensor& norm_weight,
+                         double eps) {
   auto hidden = at::add(residual, sum);
   auto out = at::rms_norm_symint(hidden, {norm_weight.sym_size(0)}, norm_weight, eps);
   return {std::move(out), std::move(hidden)};
 }
 
-// `rows` hold this rank's terms and become the normalized rows.
+// `rows` holds this rank's terms and becomes the normalized rows.
 void sum_and_norm(const std::shared_ptr<TorchComm>& comm, const Tensor& rows,
                   const std::optional<Tensor>& bias, const Tensor& residual,
                   const Tensor& residual_out, const Tensor& norm_weight, double eps) {
@@ -68,7 +71,7 @@ bool any_needs_autograd(std::initializer_list<Tensor> tensors, const std::option
                      [](const Tensor& tensor) { return needs_autograd(tensor); });
 }
 
-std::optional<Tensor> if_defined(const std::optional<Tensor>& bias) {
+std::optional<Tensor> defined_or_none(const std::optional<Tensor>& bias) {
   return bias && bias->defined() ? bias : std::nullopt;
 }
 
@@ -79,7 +82,7 @@ void check_all_reduce(const Tensor& x, const Tensor& residual, const Tensor& wei
   check_group_size(kAllReduceRmsNorm, group_size);
   TORCH_OVERLAP_CHECK(x.dim() >= 1, kValue, kAllReduceRmsNorm,
                       ": expected x of one or more dimensions, got a scalar. Use x.reshape(1).");
-  check_beside_rows(kAllReduceRmsNorm, x.sym_sizes(), x, residual, weight, eps);
+  check_norm_operands(kAllReduceRmsNorm, x.sym_sizes(), x, residual, weight, eps);
   if (bias) {
     check_dtype(kAllReduceRmsNorm, "bias", x, *bias);
     TORCH_OVERLAP_CHECK(bias->dim() == 1, kValue, kAllReduceRmsNorm,
@@ -110,7 +113,7 @@ NormResults all_reduce_rms_norm_meta(const Tensor& x, const Tensor& residual, co
 NormResults all_reduce_rms_norm_autograd(const Tensor& x, const Tensor& residual,
                                          const Tensor& weight, const std::optional<Tensor>& bias,
                                          std::string_view comm, int64_t group_size, double eps) {
-  const auto present = if_defined(bias);
+  const auto present = defined_or_none(bias);
   if (!any_needs_autograd({x, residual, weight}, present)) {
     const BelowAutograd guard;
     return ops::all_reduce_rms_norm(x, residual, weight, present, comm, group_size, eps);
@@ -118,12 +121,12 @@ NormResults all_reduce_rms_norm_autograd(const Tensor& x, const Tensor& residual
   check_all_reduce(x, residual, weight, present, group_size, eps);
   auto sum = ops::all_reduce(x, "sum", comm, group_size);
   if (present) sum = at::add(sum, *present);
-  return norm_of(sum, residual, weight, eps);
+  return add_and_norm(sum, residual, weight, eps);
 }
 
 // --- matmul_all_reduce_rms_norm ------------------------------------------------------------------
 
-// The shape of both results.
+// Returns the shape of both results.
 c10::SymDimVector matmul_shape(const Tensor& x, const Tensor& weight,
                                const std::optional<Tensor>& bias, const Tensor& residual,
                                const Tensor& norm_weight, int64_t group_size, double eps,
@@ -137,7 +140,7 @@ c10::SymDimVector matmul_shape(const Tensor& x, const Tensor& weight,
   if (bias) check_bias(kMatmulAllReduceRmsNorm, x, *bias, weight);
   c10::SymDimVector shape(x.sym_sizes());
   shape.back() = weight.sym_size(0);
-  check_beside_rows(kMatmulAllReduceRmsNorm, shape, x, residual, norm_weight, eps);
+  check_norm_operands(kMatmulAllReduceRmsNorm, shape, x, residual, norm_weight, eps);
   return shape;
 }
 
@@ -151,9 +154,9 @@ NormResults matmul_all_reduce_rms_norm_kernel(const Tensor& x, const Tensor& wei
   const auto communicator = find_comm(kMatmulAllReduceRmsNorm, comm, group_size);
   const auto inputs = to_rows(x, 0);
   const auto chosen = matmul_all_reduce_algorithm(communicator, inputs, weight.size(0), algorithm);
-  // What was measured is a sum alone. With a norm behind it, the sum that does both in one kernel
-  // is quicker than one whose operand needs no copy.
-  const bool is_measured_alone = chosen == Algorithm::direct && algorithm != "direct";
+  // The measurement is of a sum without a norm. With a norm after it, one kernel that does both is
+  // faster than a sum that saves a copy of its operand.
+  const bool is_measured_alone = chosen == Algorithm::low_latency && algorithm != "low_latency";
   if (chosen != Algorithm::sequential && !is_measured_alone) {
     auto sum = ops::matmul_all_reduce(x, weight, bias, comm, group_size, "sum", algorithm);
     auto hidden = at::empty_symint(sum.sym_sizes(), sum.options());
@@ -184,7 +187,7 @@ NormResults matmul_all_reduce_rms_norm_autograd(const Tensor& x, const Tensor& w
                                                 const Tensor& residual, const Tensor& norm_weight,
                                                 std::string_view comm, int64_t group_size,
                                                 double eps, std::string_view algorithm) {
-  const auto present = if_defined(bias);
+  const auto present = defined_or_none(bias);
   if (!any_needs_autograd({x, weight, residual, norm_weight}, present)) {
     const BelowAutograd guard;
     return ops::matmul_all_reduce_rms_norm(x, weight, present, residual, norm_weight, comm,
@@ -192,7 +195,7 @@ NormResults matmul_all_reduce_rms_norm_autograd(const Tensor& x, const Tensor& w
   }
   matmul_shape(x, weight, present, residual, norm_weight, group_size, eps, algorithm);
   const auto sum = ops::matmul_all_reduce(x, weight, present, comm, group_size, "sum", algorithm);
-  return norm_of(sum, residual, norm_weight, eps);
+  return add_and_norm(sum, residual, norm_weight, eps);
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kScaledAlgorithms = "auto sequential chunked ring fused";
+constexpr std::string_view kScaledAlgorithms = "auto sequential pipelined p2p fused";
 
 void check_quantized(std::string_view op, const Argument& what, const at::Tensor& data,
                      const at::Tensor& scale_inv, ScalingMode mode) {
@@ -31,7 +31,7 @@ void check_quantized(std::string_view op, const Argument& what, const at::Tensor
 
 }  // namespace
 
-// Two operands of 128 x 128 are not multiplied: the mode is that of the weights.
+// The mode is that of the weights: two operands with 128 x 128 blocks cannot be multiplied.
 ScaledModes scaled_modes(std::string_view op, int64_t scaling_mode) {
   const auto mode = torch_overlap::scaling_mode(op, scaling_mode);
   TORCH_OVERLAP_CHECK(mode != ScalingMode::NO_SCALING, kValue, op,

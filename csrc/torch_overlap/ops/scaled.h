@@ -8,28 +8,27 @@
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/overlap/fused.h"
 
-// What the fused operators of 8-bit floats share: value = data * scale_inv, in a ScalingMode.
+// Shared code of the fused operators on 8-bit floats: value = data * scale_inv, in a ScalingMode.
 namespace torch_overlap::ops {
 
-// How x and the weights of an operator are scaled.
+// Scaling modes of x and the weights of an operator.
 struct ScaledModes {
   ScalingMode x;
   ScalingMode weight;
   bool gathers_scales() const { return !is_tensor_scaling(x); }
 };
-// How the product of an operator with such an x and weight is scaled; throws kValue for
-// NO_SCALING.
+// Returns the modes of an operator called with `scaling_mode`. Throws kValue for NO_SCALING.
 TORCH_OVERLAP_API ScaledModes scaled_modes(std::string_view op, int64_t scaling_mode);
-// What the rows of such an x, and of its parts, are a multiple of.
+// Returns the unit of which the rows of x, and of its parts, must be a multiple.
 TORCH_OVERLAP_API int64_t row_unit(const ScaledModes& modes);
 
-// What fused kernels are asked for. Of several weights one stands for all: whatever type each has,
-// there is a kernel for all of them or for none.
+// Returns the types of the fused kernel. With several weights one stands for all: whatever their
+// types, the kernel exists for all of them or for none.
 FusedTypes scaled_types(const at::Tensor& x, const at::Tensor& weight, at::ScalarType out_dtype,
                         const ScaledModes& modes, bool use_split_accumulator);
 
-// Checks of all but the weights; `dim` is the dimension of rows that is gathered or scattered,
-// which comes back non-negative. Work on symbolic shapes, as all here.
+// Result of the checks of everything but the weights. `dim`: the dimension of rows that is gathered
+// or scattered, as a non-negative number. All checks here work on symbolic shapes.
 struct ScaledInput {
   int64_t dim;
   ScaledModes modes;
@@ -38,18 +37,18 @@ ScaledInput check_scaled_x(std::string_view op, const at::Tensor& x, const at::T
                            int64_t group_size, int64_t dim, std::string_view what,
                            at::ScalarType out_dtype, std::string_view algorithm,
                            int64_t scaling_mode);
-// One of the weights, and a bias.
+// Checks one of the weights, and its bias.
 void check_scaled_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
                          const at::Tensor& weight_scale_inv, const std::optional<at::Tensor>& bias,
                          at::ScalarType out_dtype, const ScaledModes& modes, int64_t index = -1);
 
-// The scales of x [..., k], a row for each of its rows once dimension `dim` is first; MXFP8's as
-// bytes. Undefined where the tensor has one factor.
+// Returns the scales of x [..., k], one row for each row of x with dimension `dim` first; MXFP8's
+// as bytes. Undefined if the tensor has one scale.
 at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& x_scale_inv, int64_t dim,
                       const ScaledModes& modes);
 
-// out = x weight^T. Without `out`, the data of x, and its scales where there is one for each row:
-// these differ by step.
+// out = x weight^T. Leaves `out`, the data of x, and its scales if there is one per row, to the
+// caller: they differ by step.
 GemmArgs scaled_product(const at::Tensor& x_scale_inv, const at::Tensor& weight,
                         const at::Tensor& weight_scale_inv, const ScaledModes& modes,
                         bool use_split_accumulator);

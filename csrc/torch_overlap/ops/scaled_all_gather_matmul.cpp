@@ -2,7 +2,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include "torch_overlap/common/views.h"
-#include "torch_overlap/gemm/checked.h"
+#include "torch_overlap/gemm/checked_gemm.h"
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
@@ -54,15 +54,15 @@ ScaledGatherOutputs scaled_gather_out(const Tensor& x, const Tensor& x_scale_inv
   return out;
 }
 
-// Products of some gathered rows: what differs by step.
+// Products of some gathered rows: sets the arguments that differ by step.
 struct ScaledSteps {
-  std::vector<GemmArgs> gemms;  // of all rows, without lhs
+  std::vector<GemmArgs> gemms;  // for all rows, without lhs
   GemmArgs at(size_t i, const Tensor& data, const Tensor& scales, int64_t begin) const {
     GemmArgs part = gemms[i];
     part.lhs.data = data;
     if (scales.defined()) part.lhs.scale_inv = scales;
     part.out = row_view(gemms[i].out, begin, data.size(0));
-    part.beside_transfers = data.size(0) < gemms[i].out.size(0);
+    part.overlaps_communication = data.size(0) < gemms[i].out.size(0);
     return part;
   }
   void check(const Tensor& data, const Tensor& scales) const {
@@ -73,8 +73,9 @@ struct ScaledSteps {
   }
 };
 
-// In pieces through the communicator. Bytes travel: not every backend knows 8-bit floats.
-void gather_in_pieces(TorchComm& comm, const GatherInput& input, const ScaledSteps& steps) {
+// Gathers in pieces through the communicator, as bytes: not every backend supports 8-bit floats.
+void pipelined_gather_multiply(TorchComm& comm, const GatherInput& input,
+                               const ScaledSteps& steps) {
   std::optional<Tensor> bytes_of_all;
   std::optional<Tensor> scales_of_all;
   if (input.gathered.defined()) bytes_of_all = input.gathered.view(at::kByte);
@@ -86,19 +87,19 @@ void gather_in_pieces(TorchComm& comm, const GatherInput& input, const ScaledSte
   for (size_t step = 0; step < data.steps(); ++step) {
     const auto rows = data.wait(step).view(input.own.scalar_type());
     const auto scales_of_rows = scales ? scales->wait(step) : Tensor();
-    const Span span("chunk_gemm", step);
+    const ProfilerRange span("chunk_gemm", step);
     steps.multiply(rows, scales_of_rows, data.chunk(step) * input.own.size(0));
   }
 }
 
-void gather_first(TorchComm& comm, const GatherInput& input, const ScaledSteps& steps) {
-  const auto room = [&comm](const Tensor& own, const Tensor& asked) {
+void gather_then_multiply(TorchComm& comm, const GatherInput& input, const ScaledSteps& steps) {
+  const auto allocate_gathered = [&comm](const Tensor& own, const Tensor& asked) {
     if (asked.defined() || !own.defined()) return asked;
     return at::empty({comm.size() * own.size(0), own.size(1)}, own.options());
   };
-  const auto data = room(input.own, input.gathered);
-  const auto scales = room(input.scales, input.gathered_scales);
-  std::vector<CheckedGemm> products;  // before anything is sent
+  const auto data = allocate_gathered(input.own, input.gathered);
+  const auto scales = allocate_gathered(input.scales, input.gathered_scales);
+  std::vector<CheckedGemm> products;  // checked before anything is sent
   for (size_t i = 0; i < steps.gemms.size(); ++i) {
     products.emplace_back(kScaledGather, steps.at(i, data, scales, 0));
   }
@@ -121,14 +122,14 @@ std::tuple<std::vector<Tensor>, Tensor, Tensor> scaled_gather_kernel(
                     .gathered = {},
                     .gathered_scales = {}};
   const int64_t rows = input.own.size(0);
-  Tensor scales_out;  // the gathered scales, shaped as the gathered x
+  Tensor scales_out;  // gathered scales in the shape of the gathered x
   if (return_gathered) {
-    input.gathered = rows_of(out.gathered, dim);
+    input.gathered = writable_rows(out.gathered, dim);
     if (input.scales.defined()) {
       auto sizes = out.gathered.sizes().vec();
       sizes.back() = input.scales.size(1);
       scales_out = out.gathered_scales.view(input.scales.scalar_type()).view(sizes);
-      input.gathered_scales = rows_of(scales_out, dim);
+      input.gathered_scales = writable_rows(scales_out, dim);
     }
   }
   ScaledSteps steps;
@@ -136,15 +137,16 @@ std::tuple<std::vector<Tensor>, Tensor, Tensor> scaled_gather_kernel(
   for (size_t i = 0; i < weights.size(); ++i) {
     auto args =
         scaled_product(x_scale_inv, weights[i], weights_scale_inv[i], modes, use_split_accumulator);
-    args.out = rows_of(out.products[i], dim);
+    args.out = writable_rows(out.products[i], dim);
     if (!biases.empty()) {
       args.epilogue.bias = std::optional<Tensor>(biases.get(i)).value_or(Tensor());
     }
     features += weights[i].size(0);
     steps.gemms.push_back(std::move(args));
   }
-  // Each way checks its products before it sends: what 8-bit ones ask of sizes. Of blocks those of
-  // a chunk are some by themselves.
+  // Every algorithm checks its products before it sends, because 8-bit products restrict sizes.
+  // With block scales the rows of a chunk must be valid for every algorithm, so the check runs
+  // before the choice.
   const auto check = [&] { steps.check(input.own, input.scales); };
   if (row_unit(modes) > 1) check();
   const auto chosen = choose_algorithm(
@@ -159,17 +161,18 @@ std::tuple<std::vector<Tensor>, Tensor, Tensor> scaled_gather_kernel(
        .local_k = input.own.size(1),
        .types = scaled_types(x, weights[0], out_dtype, modes, use_split_accumulator)},
       algorithm, communicator, check);
-  input.fused = chosen == Algorithm::fused;
-  if (chosen == Algorithm::ring || input.fused) {
-    ring_gather_gemms(kScaledGather, communicator, input, steps.gemms);
-  } else if (chosen == Algorithm::chunked) {
-    gather_in_pieces(*communicator, input, steps);
+  input.method = gather_method(chosen);
+  if (chosen == Algorithm::p2p || chosen == Algorithm::fused) {
+    channel_gather_gemms(kScaledGather, communicator, input, steps.gemms);
+  } else if (chosen == Algorithm::pipelined) {
+    pipelined_gather_multiply(*communicator, input, steps);
   } else {
-    gather_first(*communicator, input, steps);
+    gather_then_multiply(*communicator, input, steps);
   }
-  for (size_t i = 0; i < weights.size(); ++i) put_rows(steps.gemms[i].out, out.products[i], dim);
-  if (return_gathered) put_rows(input.gathered, out.gathered, dim);
-  if (scales_out.defined()) put_rows(input.gathered_scales, scales_out, dim);
+  for (size_t i = 0; i < weights.size(); ++i)
+    copy_rows_back(steps.gemms[i].out, out.products[i], dim);
+  if (return_gathered) copy_rows_back(input.gathered, out.gathered, dim);
+  if (scales_out.defined()) copy_rows_back(input.gathered_scales, scales_out, dim);
   return {std::move(out.products), std::move(out.gathered), std::move(out.gathered_scales)};
 }
 
@@ -203,7 +206,7 @@ TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("scaled_all_gather_matmul", torch_overlap::ops::scaled_gather_meta);
 }
 
-// No gradients: it raises when one is asked.
+// The operator has no gradient: a backward pass raises an error.
 TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("scaled_all_gather_matmul", torch::autograd::autogradNotImplementedFallback());
 }

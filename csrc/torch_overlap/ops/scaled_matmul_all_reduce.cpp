@@ -3,10 +3,10 @@
 
 #include "torch_overlap/common/views.h"
 #include "torch_overlap/ops/checks.h"
+#include "torch_overlap/ops/gemm_all_reduce.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
 #include "torch_overlap/ops/scaled.h"
-#include "torch_overlap/ops/summed_product.h"
 
 namespace torch_overlap::ops {
 namespace {
@@ -54,10 +54,10 @@ Tensor scaled_all_reduce_kernel(const Tensor& x, const Tensor& x_scale_inv, cons
   const auto multiply_args = [&](const RowRange& rows, const Tensor& to) {
     GemmArgs part = arguments(rows);
     part.out = to;
-    part.beside_transfers = rows.length < inputs.size(0);
+    part.overlaps_communication = rows.length < inputs.size(0);
     return part;
   };
-  const SummedProduct product{
+  const GemmAllReduce product{
       .op = kScaledAllReduce,
       .comm = communicator,
       .out = as_rows(out),
@@ -68,14 +68,14 @@ Tensor scaled_all_reduce_kernel(const Tensor& x, const Tensor& x_scale_inv, cons
                       const Tensor& to) { gemm(kScaledAllReduce, multiply_args(rows, to)); },
       .arguments = arguments};
   auto problem =
-      summed_product_problem(kScaledAllReduce, *communicator, inputs.size(0), weight.size(0),
-                             weight.size(1), out_dtype, product.row_unit);
+      gemm_all_reduce_problem(kScaledAllReduce, *communicator, inputs.size(0), weight.size(0),
+                              weight.size(1), out_dtype, product.row_unit);
   problem.types = scaled_types(x, weight, out_dtype, modes, use_split_accumulator);
-  // Each way checks its first product before it sends.
-  run_summed_product(product, choose_algorithm(problem, algorithm, communicator, [&] {
-                       check_gemm(kScaledAllReduce,
-                                  multiply_args({0, product.out.size(0)}, product.out));
-                     }));
+  // Every algorithm checks its first product before it sends.
+  run_gemm_all_reduce(product, choose_algorithm(problem, algorithm, communicator, [&] {
+                        check_gemm(kScaledAllReduce,
+                                   multiply_args({0, product.out.size(0)}, product.out));
+                      }));
   return out;
 }
 
@@ -109,7 +109,7 @@ TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("scaled_matmul_all_reduce", torch_overlap::ops::scaled_all_reduce_meta);
 }
 
-// No gradients: it raises when one is asked.
+// The operator has no gradient: a backward pass raises an error.
 TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("scaled_matmul_all_reduce", torch::autograd::autogradNotImplementedFallback());
 }

@@ -47,7 +47,7 @@ Tensor scaled_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv, const T
   const auto communicator = find_comm(kScaledScatter, comm, group_size);
   const auto inputs = to_rows(x, dim);
   const auto scales = scale_rows(x, x_scale_inv, dim, modes);
-  const auto sums = rows_of(out, dim);
+  const auto sums = writable_rows(out, dim);
   const int64_t rows = sums.size(0);
   const bool mean = op == "avg";
   const auto whole =
@@ -57,10 +57,11 @@ Tensor scaled_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv, const T
     part.lhs.data = row_view(inputs, begin, length);
     if (scales.defined()) part.lhs.scale_inv = row_view(scales, begin, length);
     part.out = to;
-    part.beside_transfers = length < inputs.size(0);
+    part.overlaps_communication = length < inputs.size(0);
     return part;
   };
-  // Each way checks its first product before it sends. Of blocks a chunk is one by itself.
+  // Every algorithm checks its first product before it sends. With block scales the rows of a chunk
+  // must be valid for every algorithm, so the check runs before the choice.
   const auto check = [&] { check_gemm(kScaledScatter, product_of(0, rows, sums)); };
   if (row_unit(modes) > 1) check();
   const auto chosen = choose_algorithm(
@@ -75,21 +76,21 @@ Tensor scaled_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv, const T
        .local_k = weight.size(1),
        .types = scaled_types(x, weight, out_dtype, modes, use_split_accumulator)},
       algorithm, communicator, check);
-  if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
-    ring_scatter_gemms(kScaledScatter, communicator, {product_of(0, inputs.size(0), {})},
-                       {.start = {},
-                        .bias = bias.value_or(Tensor()),
-                        .mean = mean,
-                        .out = sums,
-                        .fused = chosen == Algorithm::fused});
-    put_rows(sums, out, dim);
+  if (chosen == Algorithm::p2p || chosen == Algorithm::fused) {
+    channel_scatter_gemms(kScaledScatter, communicator, {product_of(0, inputs.size(0), {})},
+                          {.start = {},
+                           .bias = bias.value_or(Tensor()),
+                           .mean = mean,
+                           .out = sums,
+                           .fused = chosen == Algorithm::fused});
+    copy_rows_back(sums, out, dim);
     return out;
   }
-  if (chosen == Algorithm::chunked) {
+  if (chosen == Algorithm::pipelined) {
     ScatterPipeline scatter(*communicator, rows, sums.size(1), out.options());
     for (size_t step = 0; step < scatter.steps(); ++step) {
       {
-        const Span span("chunk_gemm", step);
+        const ProfilerRange span("chunk_gemm", step);
         gemm(kScaledScatter, product_of(scatter.chunk(step) * rows, rows, scatter.partial(step)));
       }
       scatter.send(step);
@@ -101,7 +102,7 @@ Tensor scaled_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv, const T
     communicator->reduce_scatter_single(sums, partial, mean ? RedOpType::AVG : RedOpType::SUM,
                                         /*async_op=*/false);
   }
-  put_rows(sums, out, dim);
+  copy_rows_back(sums, out, dim);
   if (bias) out.add_(*bias);
   return out;
 }
@@ -136,7 +137,7 @@ TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("scaled_matmul_reduce_scatter", torch_overlap::ops::scaled_scatter_meta);
 }
 
-// No gradients: it raises when one is asked.
+// The operator has no gradient: a backward pass raises an error.
 TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("scaled_matmul_reduce_scatter", torch::autograd::autogradNotImplementedFallback());
 }

@@ -2,8 +2,8 @@
 
 #include "torch_overlap/ops/register.h"
 
-// Point to point. The two are registered with ordered effects in torch_overlap/ops (Python): a
-// compiler neither drops, merges nor reorders them.
+// Point-to-point operators. Both are registered with ordered effects in torch_overlap/ops (Python):
+// a compiler does not drop, merge or reorder them.
 namespace torch_overlap::ops {
 namespace {
 
@@ -32,7 +32,7 @@ void send_autograd(const Tensor& x, int64_t dst, std::string_view comm) {
   ops::send(x, dst, comm);
 }
 
-// What recv_ is when it is traced: the same as a function, to be copied into x.
+// Functional form of recv_ for tracing: the result is copied into x.
 Tensor recv_out(const Tensor& like, int64_t src) {
   check_peer("recv_", "src", src);
   return at::empty_symint(like.sym_sizes(), like.options());

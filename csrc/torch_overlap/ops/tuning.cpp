@@ -19,11 +19,10 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr const char* kAgreed = "tuning cache";
+constexpr const char* kSharedTuning = "tuning cache";
 
-// How far apart a problem and what was measured may be: half powers of two over m, n and k
-// together.
-constexpr int64_t kFarthest = 4;
+// Maximum distance between a problem and a measurement: half powers of two, summed over m, n and k.
+constexpr int64_t kMaxDistance = 4;
 
 // m, n and k in half powers of two.
 using Sizes = std::array<int64_t, 3>;
@@ -45,18 +44,18 @@ int64_t distance(const Sizes& a, const Sizes& b) {
   return sum;
 }
 
-// What has to be equal.
+// Returns the part of a key that must be equal.
 std::string kind_of(std::string_view op, at::ScalarType dtype, int group_size,
                     std::string_view device, bool in_graph) {
   return concat(op, '|', c10::toString(dtype), '|', group_size, '|', device,
                 in_graph ? "|graph" : "|eager");
 }
 
-std::string text_of(const Sizes& sizes, std::string_view kind) {
+std::string format_key(const Sizes& sizes, std::string_view kind) {
   return concat(sizes[0], '|', sizes[1], '|', sizes[2], '|', kind);
 }
 
-// Entries, to be found by what is like them.
+// Entries, searched by nearest size.
 class Index {
  public:
   struct Found {
@@ -77,14 +76,15 @@ class Index {
     }
   }
 
-  // Of equally near ones the last by m, then n, then k.
+  // Among equally near entries, returns the last by m, then n, then k.
   std::optional<Found> nearest(const Sizes& sizes, const std::string& kind) const {
     const auto same = by_kind_.find(kind);
     if (same == by_kind_.end()) return std::nullopt;
     std::optional<Found> best;
     for (const auto& [measured, algorithm] : same->second) {
-      const int64_t apart = distance(measured, sizes);
-      if (apart <= (best ? best->distance : kFarthest)) best = Found{&algorithm, apart, measured};
+      const int64_t found_distance = distance(measured, sizes);
+      if (found_distance <= (best ? best->distance : kMaxDistance))
+        best = Found{&algorithm, found_distance, measured};
     }
     return best;
   }
@@ -93,7 +93,7 @@ class Index {
     std::string text;
     for (const auto& [kind, by_sizes] : by_kind_) {
       for (const auto& [sizes, algorithm] : by_sizes) {
-        text += concat(text_of(sizes, kind), '\t', algorithm, '\n');
+        text += concat(format_key(sizes, kind), '\t', algorithm, '\n');
       }
     }
     return text;
@@ -103,14 +103,14 @@ class Index {
   std::map<std::string, std::map<Sizes, std::string>> by_kind_;
 };
 
-struct Measured {
+struct TuningTables {
   ForkSafeMutex mutex;
   Index table;
   Index cache;
-  std::atomic<uint64_t> version = 0;  // grows when one of them is replaced
+  std::atomic<uint64_t> version = 0;  // incremented when an entry set is replaced
 };
 
-Measured& measured() { return ProcessWide<Measured>::get(); }
+TuningTables& measured() { return LeakySingleton<TuningTables>::get(); }
 
 TuningEntries entries_of(const std::string& text) {
   TuningEntries entries;
@@ -122,31 +122,31 @@ TuningEntries entries_of(const std::string& text) {
   return entries;
 }
 
-// What all members of a communicator know alike: the cache of rank 0, and the name of its device,
-// under which all look up what was measured; and the SMs that each of them has.
-class Agreed final : public CommAttachment {
+// Values that all members of a communicator share: the cache of rank 0, the name of its device,
+// under which all of them look up measurements, and the number of SMs of each member.
+class SharedTuning final : public CommAttachment {
  public:
-  // Of a rank: its SMs, its device, its cache.
-  static std::string text_of_rank(int sms, std::string_view device, std::string_view cache) {
+  // Serializes a rank's number of SMs, device and cache.
+  static std::string serialize_rank(int sms, std::string_view device, std::string_view cache) {
     return concat(sms, '\n', device, '\n', cache);
   }
-  explicit Agreed(const std::vector<std::string>& ranks) {
+  explicit SharedTuning(const std::vector<std::string>& ranks) {
     std::istringstream first(ranks.at(0));
     std::string line;
     std::getline(first, line);
     std::getline(first, device);
     cache = Index(entries_of(std::string(std::istreambuf_iterator<char>(first), {})));
-    least_sms = std::stoi(line);
-    for (const std::string& rank : ranks) least_sms = std::min(least_sms, std::stoi(rank));
+    min_sms = std::stoi(line);
+    for (const std::string& rank : ranks) min_sms = std::min(min_sms, std::stoi(rank));
   }
   void drain(std::chrono::milliseconds) noexcept override {}
 
   std::string device;
   Index cache;
-  int least_sms = 0;
+  int min_sms = 0;
 };
 
-bool may_be_measured(const OverlapProblem& problem, const TorchComm& comm) {
+bool can_have_tuning(const OverlapProblem& problem, const TorchComm& comm) {
   return problem.m > 0 && comm.backend_name() != "fake";
 }
 
@@ -158,38 +158,40 @@ int sm_count(const OverlapProblem& problem, const TorchComm& comm) {
   return overlap_device(problem.op, comm.device().type()).sm_count(comm.device());
 }
 
-// `agreed`: null where the ranks have not met. Of equally near entries that of the table.
-std::optional<Tuned> look_up(const OverlapProblem& problem, const TorchComm& comm,
-                             const Agreed* agreed, bool in_graph) {
+// `shared`: null if the ranks have not exchanged their caches. Among equally near entries the
+// table's is returned.
+std::optional<TunedAlgorithm> find_nearest_tuned(const OverlapProblem& problem,
+                                                 const TorchComm& comm, const SharedTuning* shared,
+                                                 bool in_graph) {
   const Sizes sizes = sizes_of(problem.m, problem.n, problem.k);
   const auto kind =
       kind_of(problem.op, problem.dtype, comm.size(),
-              agreed != nullptr ? agreed->device : device_name(problem, comm), in_graph);
-  Measured& all = measured();
+              shared != nullptr ? shared->device : device_name(problem, comm), in_graph);
+  TuningTables& all = measured();
   const std::lock_guard lock(all.mutex);
   const auto table = all.table.nearest(sizes, kind);
-  const auto cache = (agreed != nullptr ? agreed->cache : all.cache).nearest(sizes, kind);
-  const bool takes_cache = cache && (!table || cache->distance < table->distance);
-  const auto& found = takes_cache ? cache : table;
+  const auto cache = (shared != nullptr ? shared->cache : all.cache).nearest(sizes, kind);
+  const bool use_cache = cache && (!table || cache->distance < table->distance);
+  const auto& found = use_cache ? cache : table;
   if (!found) return std::nullopt;
-  return Tuned{.algorithm = *found->algorithm,
-               .source = takes_cache ? "cache" : "table",
-               .is_like = found->distance > 0,
-               .m = size_of(found->sizes[0]),
-               .n = size_of(found->sizes[1]),
-               .k = size_of(found->sizes[2])};
+  return TunedAlgorithm{.algorithm = *found->algorithm,
+                        .source = use_cache ? "cache" : "table",
+                        .is_other_size = found->distance > 0,
+                        .m = size_of(found->sizes[0]),
+                        .n = size_of(found->sizes[1]),
+                        .k = size_of(found->sizes[2])};
 }
 
 }  // namespace
 
 std::string tuning_key(std::string_view op, int64_t m, int64_t n, int64_t k, at::ScalarType dtype,
                        int group_size, std::string_view device, bool in_graph) {
-  return text_of(sizes_of(m, n, k), kind_of(op, dtype, group_size, device, in_graph));
+  return format_key(sizes_of(m, n, k), kind_of(op, dtype, group_size, device, in_graph));
 }
 
 void set_tuning(TuningSource source, const TuningEntries& entries) {
   Index index(entries);
-  Measured& all = measured();
+  TuningTables& all = measured();
   const std::lock_guard lock(all.mutex);
   (source == TuningSource::table ? all.table : all.cache) = std::move(index);
   ++all.version;
@@ -197,35 +199,36 @@ void set_tuning(TuningSource source, const TuningEntries& entries) {
 
 uint64_t tuning_version() { return measured().version; }
 
-std::optional<Tuned> find_tuned(const OverlapProblem& problem,
-                                const std::shared_ptr<TorchComm>& comm, bool in_graph) {
-  if (!may_be_measured(problem, *comm)) return std::nullopt;
-  auto agreed = std::static_pointer_cast<Agreed>(comm->attachment(kAgreed));
-  if (!agreed) {
+std::optional<TunedAlgorithm> find_tuned(const OverlapProblem& problem,
+                                         const std::shared_ptr<TorchComm>& comm, bool in_graph) {
+  if (!can_have_tuning(problem, *comm)) return std::nullopt;
+  auto shared = std::static_pointer_cast<SharedTuning>(comm->attachment(kSharedTuning));
+  if (!shared) {
     std::string cache;
     {
-      Measured& all = measured();
+      TuningTables& all = measured();
       const std::lock_guard lock(all.mutex);
       cache = all.cache.text();
     }
     const auto mine =
-        Agreed::text_of_rank(sm_count(problem, *comm), device_name(problem, *comm), cache);
-    agreed = std::make_shared<Agreed>(OverlapGroup::of(comm)->exchange(kAgreed, mine));
-    comm->attach(kAgreed, agreed);
+        SharedTuning::serialize_rank(sm_count(problem, *comm), device_name(problem, *comm), cache);
+    shared = std::make_shared<SharedTuning>(OverlapGroup::of(comm)->exchange(kSharedTuning, mine));
+    comm->attach(kSharedTuning, shared);
   }
-  return look_up(problem, *comm, agreed.get(), in_graph);
+  return find_nearest_tuned(problem, *comm, shared.get(), in_graph);
 }
 
-std::optional<Tuned> look_for_tuned(const OverlapProblem& problem,
-                                    const std::shared_ptr<TorchComm>& comm, bool in_graph) {
-  if (!may_be_measured(problem, *comm)) return std::nullopt;
-  const auto agreed = std::static_pointer_cast<Agreed>(comm->attachment(kAgreed));
-  return look_up(problem, *comm, agreed.get(), in_graph);
+std::optional<TunedAlgorithm> find_tuned_local(const OverlapProblem& problem,
+                                               const std::shared_ptr<TorchComm>& comm,
+                                               bool in_graph) {
+  if (!can_have_tuning(problem, *comm)) return std::nullopt;
+  const auto shared = std::static_pointer_cast<SharedTuning>(comm->attachment(kSharedTuning));
+  return find_nearest_tuned(problem, *comm, shared.get(), in_graph);
 }
 
-int least_sm_count(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
-  const auto agreed = std::static_pointer_cast<Agreed>(comm->attachment(kAgreed));
-  return agreed ? agreed->least_sms : sm_count(problem, *comm);
+int min_sm_count(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
+  const auto shared = std::static_pointer_cast<SharedTuning>(comm->attachment(kSharedTuning));
+  return shared ? shared->min_sms : sm_count(problem, *comm);
 }
 
 }  // namespace torch_overlap::ops

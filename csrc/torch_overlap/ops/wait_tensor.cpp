@@ -5,8 +5,9 @@
 namespace torch_overlap::ops {
 namespace {
 
-// wait_tensor, traced: as a function, copied into x. It waits on the memory of x itself, so nothing
-// may copy x before: an operator that changes x would be given a copy, which nobody writes.
+// Functional form of wait_tensor for tracing: the result is copied into x. It waits on the memory
+// of x itself, so x must not be copied before: an operator that modifies x would get a copy, which
+// no work writes.
 Tensor waited_out(const Tensor& x) { return at::empty_symint(x.sym_sizes(), x.options()); }
 
 Tensor waited_kernel(const Tensor& x) {
@@ -18,7 +19,7 @@ Tensor waited_kernel(const Tensor& x) {
 
 Tensor waited_meta(const Tensor& x) { return waited_out(x); }
 
-// The gradient of wait_tensor is x's: autograd sees none of it.
+// wait_tensor is invisible to autograd: its gradient is x's gradient.
 Tensor wait_composite(const Tensor& x) {
   if (can_start_async(x)) {
     wait_for_work(x);

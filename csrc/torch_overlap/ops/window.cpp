@@ -2,9 +2,9 @@
 
 #include "torch_overlap/ops/register.h"
 
-// One-sided operations. `x` is the window's own tensor, and stands for the window: all three are
-// said to change it, so a compiler keeps them, in the order of the program, before and after
-// whatever else is done with it.
+// One-sided operations. `x` is the window's own tensor and stands for the window. The schemas
+// declare that all three modify x, so a compiler keeps them in program order relative to every
+// other use of x.
 namespace torch_overlap::ops {
 namespace {
 
@@ -26,7 +26,7 @@ void refuse_gradient(std::string_view op, const Tensor& x) {
                       "detach it");
 }
 
-// What is waited for arrives in the window's memory, not in a copy of it that a compiler made.
+// The data arrives in the window's memory, not in a copy that a compiler made of it.
 std::shared_ptr<TorchCommWindow> find_window(std::string_view op, const Tensor& x,
                                              std::string_view name) {
   auto window = get_window(std::string(name));
@@ -69,7 +69,7 @@ void wait_signal_meta(const Tensor&, int64_t src, std::string_view) {
   check_target("wait_signal", "src", src);
 }
 
-void note_change(const Tensor& x) {
+void mark_modified(const Tensor& x) {
   if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -80,7 +80,7 @@ void put_autograd(const Tensor& x, const Tensor& source, int64_t dst, int64_t of
   static const auto op = find_op<decltype(put_kernel)>("put");
   const BelowAutograd guard;
   op.call(x, source, dst, offset, window);
-  note_change(x);
+  mark_modified(x);
 }
 
 void signal_autograd(const Tensor& x, int64_t dst, std::string_view window) {
@@ -88,7 +88,7 @@ void signal_autograd(const Tensor& x, int64_t dst, std::string_view window) {
   static const auto op = find_op<decltype(signal_kernel)>("signal");
   const BelowAutograd guard;
   op.call(x, dst, window);
-  note_change(x);
+  mark_modified(x);
 }
 
 void wait_signal_autograd(const Tensor& x, int64_t src, std::string_view window) {
@@ -96,7 +96,7 @@ void wait_signal_autograd(const Tensor& x, int64_t src, std::string_view window)
   static const auto op = find_op<decltype(wait_signal_kernel)>("wait_signal");
   const BelowAutograd guard;
   op.call(x, src, window);
-  note_change(x);
+  mark_modified(x);
 }
 
 }  // namespace

@@ -105,14 +105,14 @@ void OverlapGroup::require_active(std::string_view op) const {
                       "' after reconfigure(); make a new buffer");
 }
 
-std::string OverlapGroup::why_left(int rank) const {
+std::string OverlapGroup::departure_reason(int rank) const {
   const auto comm = comm_.lock();
   if (!comm) return "";
   const auto members = comm->membership();
-  return members->generation == generation_ ? members->backend->why_left(rank) : "";
+  return members->generation == generation_ ? members->backend->departure_reason(rank) : "";
 }
 
-bool OverlapGroup::may_be_direct() const { return !PretendUnreachable::is_on(); }
+bool OverlapGroup::can_map_peers() const { return !PretendUnreachable::is_on(); }
 
 std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGroup> group,
                                                        const Request& request) {
@@ -138,17 +138,17 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
   }
   if (!bootstrap) {
     if (fault) throw Error(fault.kind, fault.text);
-    channel->obstacle_ = "the communicator has no peers";
+    channel->unsupported_reason_ = "the communicator has no peers";
   } else {
-    agree(*bootstrap, request.op, fault);
+    throw_if_any_failed(*bootstrap, request.op, fault);
     const auto digests = bootstrap->all_gather(request.digest);
     for (int rank = 1; rank < group->size(); ++rank) {
       TORCH_OVERLAP_CHECK(digests[rank] == digests[0], kValue, request.op,
                           ": expected the same on all ranks, got ", digests[0], " on rank 0 and ",
                           digests[rank], " on rank ", rank);
     }
-    if (!group->may_be_direct()) {
-      channel->obstacle_ = PretendUnreachable::kReason;
+    if (!group->can_map_peers()) {
+      channel->unsupported_reason_ = PretendUnreachable::kReason;
     } else {
       try {
         channel->memory_ = SymmetricMemory::rendezvous(*bootstrap, {.op = request.op,
@@ -158,13 +158,13 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
                                                                     .fault = {}});
       } catch (const Error& error) {
         if (error.kind() != ErrorKind::kUnsupported) throw;
-        channel->obstacle_ = error.what();  // the same on all ranks
+        channel->unsupported_reason_ = error.what();  // the same on all ranks
       }
     }
   }
   TORCH_OVERLAP_CHECK(channel->memory_ || group->comm(), kUnsupported, request.op,
                       ": expected ranks that reach each other's memory, or a communicator; ",
-                      channel->obstacle_);
+                      channel->unsupported_reason_);
   channel->logs_ = Env::log_chunks();
   channel->lanes_ = channel->device_->make_lanes(device, request.lanes);
   if (channel->memory_) {
@@ -177,7 +177,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
   } else {
     channel->transport_ = std::make_unique<CommTransport>(group->comm());
   }
-  channel->lanes_->keep(channel->transport_->keepers());
+  channel->lanes_->keep(channel->transport_->retained_resources());
   channel->group_ = std::move(group);
   ++channel_changes;
   return channel;
@@ -200,39 +200,39 @@ int64_t OverlapChannel::offset_of(const at::Tensor& tensor) const {
          static_cast<const std::byte*>(part_.const_data_ptr());
 }
 
-void OverlapChannel::Session::begin(const Begin& operation) {
+void OverlapChannel::Session::begin(const EntryPayload& operation) {
   const int comm = lanes.comm();
   lanes.run(comm, "begin", [this, operation] { transport.begin(operation); });
-  begun_ = lanes.mark(comm);
-  is_behind_.assign(lanes.count(), false);
-  is_behind_[comm] = true;
+  begin_mark_ = lanes.mark(comm);
+  is_after_begin_.assign(lanes.count(), false);
+  is_after_begin_[comm] = true;
 }
 
-void OverlapChannel::Session::behind_begin(int lane) {
-  if (is_behind_.empty() || is_behind_.at(lane)) return;
-  lanes.after(lane, begun_);
-  is_behind_[lane] = true;
+void OverlapChannel::Session::order_after_begin(int lane) {
+  if (is_after_begin_.empty() || is_after_begin_.at(lane)) return;
+  lanes.after(lane, begin_mark_);
+  is_after_begin_[lane] = true;
 }
 
 void OverlapChannel::Session::exchange(int lane, const Transport::Move& move) {
   if (channel.logs_) channel.log_exchange(move);
-  behind_begin(lane);
+  order_after_begin(lane);
   transport.exchange(lanes, lane, move);
 }
 
-void OverlapChannel::Session::arrived(int lane, const std::vector<int>& flags) {
-  behind_begin(lane);
-  transport.arrived(lanes, lane, flags);
+void OverlapChannel::Session::wait_for_flags(int lane, const std::vector<int>& flags) {
+  order_after_begin(lane);
+  transport.wait_for_flags(lanes, lane, flags);
 }
 
 void OverlapChannel::Session::post(int lane, int flag) {
-  behind_begin(lane);
+  order_after_begin(lane);
   transport.post(lanes, lane, flag);
 }
 
 void OverlapChannel::Session::gemm(int lane, CheckedGemm& product) {
   if (channel.logs_) channel.log_gemm(lane, product.args());
-  product.take_workspace_part(lane, lanes.computes());
+  product.take_workspace_part(lane, lanes.num_compute_lanes());
   lanes.run(lane, "gemm", [&product] { product.run(); });
 }
 
@@ -243,7 +243,7 @@ void OverlapChannel::Session::sum(int lane, const SumArgs& args) {
 
 void OverlapChannel::log_exchange(const Transport::Move& move) const {
   const auto begin = concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": ");
-  if (move.flag == Transport::kUntold) {
+  if (move.flag == Transport::kNoFlag) {
     std::cerr << concat(begin, "part of the next chunk, ", move.give.nbytes(), " bytes to rank ",
                         move.to, " by ", transport_->name(), "\n");
     return;
@@ -282,7 +282,8 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
                       ": expected a usable buffer, got one of which an operation ended half way: ",
                       channel.broken_, "; make a new one");
   try {
-    // Before the communicator, which a wait that expired has ended: this says which.
+    // Checked before the communicator, which an expired wait has aborted: this error names the
+    // wait.
     channel.transport_->check();
   } catch (...) {
     fail();
@@ -292,11 +293,14 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
   try {
     channel.keep_for_graph();
     channel.enter();
-    if (call.fills_device) turn_ = channel.device().take_turn(channel.group_->device());
-    const bool is_beside = call.begins_beside && channel.transport_->may_begin_beside();
-    if (call.begin && !is_beside) channel.transport_->begin(*call.begin);
-    session_.lanes.fork(call.as_one);
-    if (call.begin && is_beside) session_.begin(*call.begin);
+    if (call.fills_device)
+      resident_kernel_guard_ =
+          channel.device().acquire_resident_kernel_lock(channel.group_->device());
+    const bool begins_on_comm_lane =
+        call.begin_on_comm_lane && channel.transport_->can_begin_on_comm_lane();
+    if (call.begin && !begins_on_comm_lane) channel.transport_->begin(*call.begin);
+    session_.lanes.fork(call.single_lane);
+    if (call.begin && begins_on_comm_lane) session_.begin(*call.begin);
   } catch (...) {
     fail();
     throw;
@@ -313,7 +317,7 @@ OverlapChannel::Operation::~Operation() {
 void OverlapChannel::Operation::finish() {
   try {
     session_.lanes.join();
-    turn_.reset();
+    resident_kernel_guard_.reset();
     channel_.leave();
   } catch (...) {
     fail();
@@ -324,7 +328,7 @@ void OverlapChannel::Operation::finish() {
 
 void OverlapChannel::Operation::fail() noexcept {
   session_.lanes.cancel();
-  turn_.reset();
+  resident_kernel_guard_.reset();
   channel_.end_quietly();
   channel_.set_broken(Fault::current().text);
   open_ = false;
@@ -333,11 +337,11 @@ void OverlapChannel::Operation::fail() noexcept {
 void OverlapChannel::keep_for_graph() {
   const c10::DeviceGuard guard(group_->device());
   const uint64_t capture = device_->capture();
-  if (capture == 0 || capture == kept_for_) return;
-  auto what = transport_->keepers();
+  if (capture == 0 || capture == retained_capture_) return;
+  auto what = transport_->retained_resources();
   what.push_back(std::make_shared<at::Tensor>(part_));
   device_->keep_for_graph(std::move(what));
-  kept_for_ = capture;
+  retained_capture_ = capture;
 }
 
 uint64_t OverlapChannel::changes() { return channel_changes; }
@@ -382,7 +386,7 @@ void OverlapChannel::end_quietly() noexcept {
   try {
     transport_->end();
     lanes_->leave();
-  } catch (const std::exception&) {  // the device is broken, or the capture
+  } catch (const std::exception&) {  // the device is broken, or the capture is
   }
 }
 

@@ -11,21 +11,21 @@
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/comm/torch_comm.h"
-#include "torch_overlap/gemm/checked.h"
+#include "torch_overlap/gemm/checked_gemm.h"
 #include "torch_overlap/overlap/device.h"
 #include "torch_overlap/symm/bootstrap.h"
 
 namespace torch_overlap {
 
-// Who takes part in overlapped operations: the ranks of a communicator, or of an outside framework
-// that lends two callbacks.
+// The participants of overlapped operations: the ranks of a communicator, or those of another
+// framework that provides two callbacks.
 class TORCH_OVERLAP_API OverlapGroup {
  public:
-  // Of the communicator's ranks, on its device.
+  // Creates the group of a communicator's ranks, on its device.
   static std::shared_ptr<OverlapGroup> of(const std::shared_ptr<TorchComm>& comm);
-  // `all_gather`: everybody's bytes, by rank; `barrier` returns when all have called it. Both are
-  // called by the thread that makes a channel. Data then moves through memory that the ranks share
-  // only.
+  // `all_gather` returns every rank's bytes, by rank; `barrier` returns after all ranks have called
+  // it. Both are called on the thread that creates a channel. Data can then move only through
+  // memory that the ranks share.
   struct Callbacks {
     std::function<std::vector<std::string>(const std::string&)> all_gather;
     std::function<void()> barrier;
@@ -39,18 +39,20 @@ class TORCH_OVERLAP_API OverlapGroup {
   c10::Device device() const { return device_; }
   const std::string& name() const { return name_; }
   std::chrono::milliseconds timeout() const;
-  // Null for an outside framework's, and once it is gone: a group does not keep it.
+  // Null for another framework's group, and after the communicator was destroyed: a group does not
+  // keep it alive.
   std::shared_ptr<TorchComm> comm() const { return comm_.lock(); }
-  // For something that is set up now: `what` is its own name in the group.
+  // Returns a bootstrap for one setup; `what` is its unique name in the group.
   std::unique_ptr<Bootstrap> bootstrap(const std::string& what) const;
-  // Everybody's text, by rank. Collective, on the host. Alone where there are no peers to ask.
+  // Returns every rank's text, by rank. Collective, on the host. Returns only `mine` if there are
+  // no peers.
   std::vector<std::string> exchange(const std::string& what, const std::string& mine) const;
-  // Throws unless operations can begin: finalized, aborted, other members.
+  // Throws unless operations can begin: not finalized, not aborted, and the same members.
   void require_active(std::string_view op) const;
-  // Backend::why_left().
-  std::string why_left(int rank) const;
-  // Whether ranks may use each other's memory. For tests: as if they could not.
-  bool may_be_direct() const;
+  // Returns Backend::departure_reason().
+  std::string departure_reason(int rank) const;
+  // True if ranks may map each other's memory. Tests can pretend that they cannot.
+  bool can_map_peers() const;
 
  private:
   OverlapGroup() = default;
@@ -67,30 +69,31 @@ class TORCH_OVERLAP_API OverlapGroup {
 
 class OverlapChannel;
 
-// What is said of one operation.
+// Options of one operation.
 struct OverlapCall {
-  // What all ranks say alike, and wait until all have; where two differ, both are told. Empty: a
-  // kernel of the operation does that.
-  std::optional<Begin> begin;
-  OverlapChannel* lender = nullptr;  // whose lanes are used; null: the channel's own
-  bool as_one = false;               // see Lanes::fork()
-  // It begins first on the lane of communication, and others come behind that where they first
-  // exchange, wait or tell, or say so: for what no other rank sees before a product is there, since
-  // the begin may come late beside one that has all SMs. Otherwise, and where the transport cannot,
-  // all lanes come behind it.
-  bool begins_beside = false;
-  // See OverlapDevice::take_turn().
+  // Payload that all ranks must agree on at entry: the operation starts after all ranks have
+  // entered it, and a mismatch fails on both ranks. Empty: a kernel of the operation does the entry
+  // itself.
+  std::optional<EntryPayload> begin;
+  OverlapChannel* lender = nullptr;  // channel whose lanes are used; null: the channel's own
+  bool single_lane = false;          // see Lanes::fork()
+  // Runs begin() on the communication lane. Other lanes are ordered after it only from their first
+  // exchange(), arrived(), post() or order_after_begin() on. For operations of which no other rank
+  // sees anything before a GEMM is done: begin() may run late while that GEMM occupies all SMs. If
+  // false, or if the transport does not support it, all lanes are ordered after begin().
+  bool begin_on_comm_lane = false;
+  // See OverlapDevice::acquire_resident_kernel_lock().
   bool fills_device = false;
 };
 
-// What the ranks of a group share for overlapped operations: on each rank a piece of memory that
-// the others write to, lanes to work on, and a transport between. One operation at a time, in the
-// order of the calls, which is the same on all ranks; each comes after the one before it also when
-// the caller's stream is another; what else touches its data says so by a Use. In CUDA graphs the
-// order between a replay and anything else is that of the streams.
+// State that the ranks of a group share for overlapped operations: on each rank a piece of memory
+// that the others write to, lanes to run work on, and a transport. Operations run one at a time, in
+// the order of the calls, which must be the same on all ranks. Each is ordered after the previous
+// one even if the caller's stream is another. Any other access to the data must be declared by a
+// Use. In CUDA graphs the order between a replay and anything else is that of the streams.
 //
-// Life: create() makes it, collectively. Its end frees the own memory once no other rank has it
-// mapped; nobody is asked. Threads: any; operations are ordered by a lock.
+// Lifetime: create() is collective. Destruction is not: it frees this rank's memory after no other
+// rank has it mapped. Thread-safe: a lock serializes operations.
 class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
  public:
   struct Request {
@@ -104,33 +107,34 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     bool use_ce = false;
     int blocks = 16;
     int cluster = 1;
-    // Why this rank cannot: then no rank can, and all throw.
+    // Reason why this rank cannot create a channel. If any rank has one, all ranks throw.
     Fault fault{};
   };
-  // Collective. Where some pair of ranks cannot reach each other's memory, data goes through the
-  // communicator; without one that is an error.
+  // Collective. If some pair of ranks cannot map each other's memory, data goes through the
+  // communicator; without a communicator that is an error.
   static std::shared_ptr<OverlapChannel> create(std::shared_ptr<OverlapGroup> group,
                                                 const Request& request);
 
   const OverlapGroup& group() const { return *group_; }
   int64_t bytes() const { return layout_.bytes; }
   int flags() const { return layout_.flags; }
-  // A tensor in this rank's part.
+  // Returns a tensor in this rank's data.
   at::Tensor data(int64_t at, c10::IntArrayRef sizes, at::ScalarType dtype) const;
-  // Where a tensor of the data begins, in bytes.
+  // Returns the offset in bytes of `tensor` in the data.
   int64_t offset_of(const at::Tensor& tensor) const;
   OverlapDevice& device() const { return *device_; }
   const Transport& transport() const { return *transport_; }
-  // Why data does not move directly; empty where it does.
-  const std::string& obstacle() const { return obstacle_; }
-  // See SymmetricMemory.
+  // Reason why ranks cannot map each other's memory; empty if they can.
+  const std::string& unsupported_reason() const { return unsupported_reason_; }
+  // Returns SymmetricMemory::shares_devices().
   bool shares_devices() const;
-  // Whether the caller's stream is in a capture: lanes are branches of a graph, and cost nothing.
+  // True if the caller's stream is being captured: lanes are then branches of a graph and cost
+  // nothing.
   bool is_captured() const;
 
-  // What reads or writes the data outside of an operation does so while this lives: it comes behind
-  // the operation before, and the next one behind it, also on other streams. Operations may lie
-  // within, on the same stream.
+  // Guards reads and writes of the data outside of an operation. While it lives, these are ordered
+  // after the previous operation and before the next, even on other streams. Operations may be
+  // nested in it, on the same stream.
   class TORCH_OVERLAP_API Use {
    public:
     explicit Use(OverlapChannel& channel);
@@ -143,22 +147,23 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     std::unique_lock<std::recursive_mutex> lock_;
   };
 
-  // While it lives no other thread begins an operation.
+  // While the lock is held, no other thread begins an operation.
   std::unique_lock<std::recursive_mutex> lock() const { return std::unique_lock(mutex_); }
 
-  // Whether an operation ended half way: none is taken any more.
+  // True if an operation failed half way: no further operation is accepted.
   bool is_broken() const;
-  // How often in this process a channel was made, or broke: what one can do is known until then.
+  // Returns how often a channel was created or broke in this process. Cached capabilities are valid
+  // until it changes.
   static uint64_t changes();
-  // Throws if a wait of an operation has expired since, in a replay too.
+  // Throws if a wait of an earlier operation has expired, including in a replay.
   void check() const;
-  // Waits until the device is done with what was issued, at most so long.
+  // Waits until the device has finished the issued work, for at most `timeout`.
   void drain(std::chrono::milliseconds timeout) noexcept override;
 
   class Operation;
 
-  // One operation: between its fork from the caller's stream and its join `body` puts work on the
-  // lanes, which are this channel's, or those of a lender.
+  // One operation: between the fork from the caller's stream and the join, `body` enqueues work on
+  // the lanes of this channel, or on those of a lender.
   class TORCH_OVERLAP_API Session {
    public:
     Session(Lanes& its_lanes, Transport& its_transport, const OverlapChannel& its_channel)
@@ -167,38 +172,39 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     Transport& transport;
     const OverlapChannel& channel;
 
-    // The lane comes behind the begin, for what uses the transport by itself; what follows here
-    // does so where it must.
-    void behind_begin(int lane);
+    // Orders the lane after begin(), for work that uses the transport directly. The functions below
+    // do so where it is needed.
+    void order_after_begin(int lane);
     void exchange(int lane, const Transport::Move& move);
-    // Puts a product on the lane. It lives until the lanes are joined.
+    // Enqueues a GEMM on the lane. `product` must live until the lanes are joined.
     void gemm(int lane, CheckedGemm& product);
-    // Puts a sum on the lane.
+    // Enqueues a sum on the lane.
     void sum(int lane, const SumArgs& args);
-    void arrived(int lane, const std::vector<int>& flags);
+    void wait_for_flags(int lane, const std::vector<int>& flags);
     void post(int lane, int flag);
 
    private:
     friend class Operation;
-    void begin(const Begin& operation);
-    Lanes::Mark begun_{};
-    std::vector<bool> is_behind_;  // by lane; empty: all are
+    void begin(const EntryPayload& operation);
+    Lanes::Mark begin_mark_{};
+    std::vector<bool> is_after_begin_;  // by lane; empty: all lanes are
   };
   template <typename Body>
   void operate(std::string_view op, const Body& body, const OverlapCall& call = {});
 
-  // One that goes on while the caller does other things, on other channels too: the lanes are
-  // joined by finish(). Dropped without it, the channel is of no more use.
+  // An operation that stays in flight while the caller does other work, on other channels too:
+  // finish() joins the lanes. If it is destroyed without finish(), the channel can no longer be
+  // used.
   class TORCH_OVERLAP_API Operation {
    public:
-    // Throws as operate().
+    // Throws what operate() throws.
     Operation(std::string_view op, OverlapChannel& channel, const OverlapCall& call = {});
     ~Operation();
     Operation(const Operation&) = delete;
     Operation& operator=(const Operation&) = delete;
 
     Session& session() { return session_; }
-    // Calls body(session()); the operation fails where that throws.
+    // Calls body(session()). If that throws, the operation fails.
     template <typename Body>
     void put(const Body& body) {
       try {
@@ -209,7 +215,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
       }
     }
     void finish();
-    // Of the exception being handled.
+    // Fails the operation with the exception that is being handled.
     void fail() noexcept;
 
    private:
@@ -217,7 +223,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     std::unique_lock<std::recursive_mutex> lock_;
     std::unique_lock<std::recursive_mutex> lender_lock_;
     Session session_;
-    std::shared_ptr<void> turn_;
+    std::shared_ptr<void> resident_kernel_guard_;
     bool open_ = true;
   };
 
@@ -229,24 +235,24 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   ChannelLayout layout_;
   at::Tensor part_;  // bytes
   std::shared_ptr<SymmetricMemory> memory_;
-  std::string obstacle_;
+  std::string unsupported_reason_;
   std::unique_ptr<Lanes> lanes_;
   std::unique_ptr<Transport> transport_;
   mutable std::recursive_mutex mutex_;
-  int uses_ = 0;           // that live
-  uint64_t kept_for_ = 0;  // the last capture whose graph keeps it
+  int uses_ = 0;                   // number of live uses
+  uint64_t retained_capture_ = 0;  // last capture whose graph keeps the memory alive
   bool logs_ = false;
   void keep_for_graph();
-  // Of operations and uses; those within a use are ordered by that.
+  // Called by operations and uses. Operations nested in a use are ordered by the use.
   void enter();
   void leave();
-  // What comes after it is ordered behind all that was issued, also after an error.
+  // Orders later work after everything that was issued, also after an error.
   void end_quietly() noexcept;
   void set_broken(std::string why);
   void log_exchange(const Transport::Move& move) const;
   void log_gemm(int lane, const GemmArgs& args) const;
   void log_sum(int lane, const SumArgs& args) const;
-  std::string broken_;  // what ended an operation half way; empty: nothing has
+  std::string broken_;  // error that ended an operation half way; empty: none
 };
 
 template <typename Body>

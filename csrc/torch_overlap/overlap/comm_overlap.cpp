@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::string_view kCreate = "CommOverlap";
 
-// A wrong class is, like a wrong parameter, an error of all ranks.
+// A wrong class, like an invalid parameter, is an error on all ranks.
 void check_class(const CommOverlapConfig& config, bool is_p2p) {
   const bool is_ring = config.method == CommOverlapMethod::RING_EXCHANGE;
   TORCH_OVERLAP_CHECK(is_p2p || !is_ring, kValue,
@@ -36,13 +36,13 @@ OverlapChannel::Request channel_request(const OverlapGroup& group, const CommOve
     request.fault = Fault::current();
     return request;
   }
-  request.bytes = behind_buffer(config) + bytes_behind_buffer(config);
+  request.bytes = scratch_offset(config) + scratch_bytes(config);
   const bool is_ring = config.method == CommOverlapMethod::RING_EXCHANGE;
   request.flags = config.tp_size * (is_ring ? 2 : config.num_splits + 1);
   const int products = config.method == CommOverlapMethod::BULK ? 1
                        : is_ring ? config.tp_size / (config.aggregate_ag ? 2 : 1)
                                  : config.num_splits;
-  request.lanes = {.computes = std::max(1, std::min(config.num_max_streams, products)),
+  request.lanes = {.num_compute_lanes = std::max(1, std::min(config.num_max_streams, products)),
                    .compute_priority = config.gemm_priority,
                    .comm_priority = config.comm_priority};
   request.use_ce = config.use_ce;
@@ -82,15 +82,15 @@ void CommOverlapCore::set_path(std::string_view op, const std::string& how) {
 }
 
 std::string CommOverlapCore::describe(std::string_view op, size_t products) const {
-  const std::string& obstacle = channel_->obstacle();
+  const std::string& unsupported_reason = channel_->unsupported_reason();
   const int streams = std::min<int>(static_cast<int>(products), config_.num_max_streams);
-  // No cuBLASLt of CUDA 13 counts tiles: flags tell products of chunks what counters told one.
+  // cuBLASLt has no tile counters since CUDA 13: flags signal GEMMs of chunks instead.
   const bool is_atomic = op.starts_with("atomic");
   return concat(channel_->transport().name(), ", ", products, " products on ", streams, " streams",
-                !is_atomic         ? ""
-                : obstacle.empty() ? ", flags in place of counters"
-                                   : ", as the split method",
-                obstacle.empty() ? "" : concat(" (", obstacle, ")"));
+                !is_atomic                   ? ""
+                : unsupported_reason.empty() ? ", flags in place of counters"
+                                             : ", as the split method",
+                unsupported_reason.empty() ? "" : concat(" (", unsupported_reason, ")"));
 }
 
 GemmArgs CommOverlapCore::with_margin(GemmArgs args) const {
@@ -208,7 +208,7 @@ void CommOverlapCore::check_bias_of_sum(std::string_view op, const Tensor& bias,
       ", as rs_output, got ", bias.scalar_type(), " on ", bias.device());
 }
 
-// --- Products -----------------------------------------------------------------------------------
+// --- GEMMs --------------------------------------------------------------------------------------
 
 void CommOverlapCore::require_bulk(std::string_view op) const {
   TORCH_OVERLAP_CHECK(
@@ -312,7 +312,7 @@ GemmArgs CommOverlapCore::partial_product(std::string_view op, const GemmArgs& a
       "and a rank has only its part of either; apply them to rs_output.");
   GemmArgs product = args;
   product.epilogue = {};
-  product.out = get_buffer();  // for the check; who runs it cuts it
+  product.out = get_buffer();  // only for the check; the executor slices it
   const auto [m, n, k] = gemm_shape(product);
   TORCH_OVERLAP_CHECK(m == tokens_, kValue, op, ": expected a product of the ", tokens_.load(),
                       " tokens that are active, got ", m, " rows; call set_active_tokens() first");

@@ -6,11 +6,11 @@
 namespace torch_overlap {
 namespace {
 
-constexpr int64_t kScaledRows = 128;  // scales of tiles are cut there
+constexpr int64_t kScaledRows = 128;  // tiled scales can be cut only at multiples of this
 
 }  // namespace
 
-// --- Collectives beside products ----------------------------------------------------------------
+// --- Collectives concurrent with GEMMs ----------------------------------------------------------
 
 CommOverlapBase::CommOverlapBase(std::shared_ptr<OverlapGroup> group,
                                  const CommOverlapConfig& config)
@@ -71,7 +71,7 @@ void CommOverlapBase::do_rs(std::string_view op, const GemmArgs& args, const Ten
   set_path(op, describe(op, products));
 }
 
-// --- Chunks from rank to rank -------------------------------------------------------------------
+// --- Point-to-point exchange of chunks ----------------------------------------------------------
 
 CommOverlapP2PBase::CommOverlapP2PBase(std::shared_ptr<OverlapGroup> group,
                                        const CommOverlapConfig& config)
@@ -84,7 +84,7 @@ GatheredRows CommOverlapP2PBase::gathered_scales(std::string_view op, const Gemm
       lhs.scaling != ScalingMode::ROW_SCALING) {
     return {};
   }
-  const std::vector<int64_t> sizes{own.size(0), scales_in_row(lhs.scaling, own.size(1))};
+  const std::vector<int64_t> sizes{own.size(0), scales_per_row(lhs.scaling, own.size(1))};
   TORCH_OVERLAP_CHECK(own.element_size() == 1, kType, op, ": expected a buffer of 8-bit elements ",
                       "with ", to_string(lhs.scaling), ", got ", config().buffer_dtype);
   TORCH_OVERLAP_CHECK(
@@ -96,11 +96,12 @@ GatheredRows CommOverlapP2PBase::gathered_scales(std::string_view op, const Gemm
                                        " on ", lhs.scale_inv.device())
                               : "none (Missing inverse scaling factor)",
       "; pass what the quantization of this rank's rows gave");
-  // In bytes where not every way of moving data knows the type, and as the rows lie.
+  // MX scales are moved as bytes, because not every transport knows their type. Rows must be
+  // contiguous.
   auto scales = is_mx ? lhs.scale_inv.view(at::kByte) : lhs.scale_inv;
   scales = scales.contiguous();
   return {.own = scales,
-          .all = channel().data(behind_buffer(config()), {rows().rows, scales.size(1)},
+          .all = channel().data(scratch_offset(config()), {rows().rows, scales.size(1)},
                                 scales.scalar_type()),
           .copy = {}};
 }
@@ -168,9 +169,9 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
                 .all = whole.lhs.data,
                 .copy = gathered.defined() ? gathered.view(own.scalar_type()) : gathered},
        .scales = scales,
-       .order = config().aggregate_ag ? GatherOrder::pairs
+       .order = config().aggregate_ag ? GatherOrder::chunk_pairs
                 : config().relay_ag   ? GatherOrder::ring
-                                      : GatherOrder::direct});
+                                      : GatherOrder::all_pairs});
   set_path(op, describe(op, config().tp_size / (config().aggregate_ag ? 2 : 1)));
 }
 
@@ -187,7 +188,7 @@ void CommOverlapP2PBase::do_rs(std::string_view op, const GemmArgs& args, const 
                    {.gemms = {product},
                     .rows = rows(),
                     .partial = get_buffer(),
-                    .at = behind_buffer(config()),
+                    .at = scratch_offset(config()),
                     .out = rs_output,
                     .scale_inv = scale_of_sum(op),
                     .factor = 1,

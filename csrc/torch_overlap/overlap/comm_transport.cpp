@@ -12,15 +12,16 @@ void CommTransport::exchange(Lanes& lanes, int lane, const Move& move) {
     if (move.get.numel() > 0) ops.push_back({P2POp::Type::RECV, move.get, move.from});
     if (!ops.empty()) *started = comm->batch_send_recv(std::move(ops), /*async_op=*/true);
   });
-  arriving_.insert_or_assign(move.get_flag, Arrival{.started = lanes.mark(lane), .work = started});
+  pending_recvs_.insert_or_assign(move.get_flag,
+                                  PendingRecv{.started = lanes.mark(lane), .work = started});
 }
 
-void CommTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags) {
+void CommTransport::wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) {
   for (const int flag : flags) {
-    const auto found = arriving_.find(flag);
-    TORCH_OVERLAP_CHECK(found != arriving_.end(), kRuntime, "expected an exchange for flag ", flag,
-                        ", got none");
-    // The lane of the exchange may not have come to it yet.
+    const auto found = pending_recvs_.find(flag);
+    TORCH_OVERLAP_CHECK(found != pending_recvs_.end(), kRuntime, "expected an exchange for flag ",
+                        flag, ", got none");
+    // The lane of the exchange may not have started it yet.
     lanes.after(lane, found->second.started);
     lanes.wait(lane, found->second.work);
   }

@@ -61,11 +61,11 @@ CommOverlapConfig CommOverlapConfig::defaults(CommOverlapType type, CommOverlapM
     config.use_ce = true;
   }
   config.use_ce = use_ce.value_or(config.use_ce);
-  if (config.copy_engines_carry_all()) config.comm_cga_size = 1;
+  if (config.uses_only_copy_engines()) config.comm_cga_size = 1;
   return config;
 }
 
-bool CommOverlapConfig::copy_engines_carry_all() const {
+bool CommOverlapConfig::uses_only_copy_engines() const {
   return use_ce && (method == CommOverlapMethod::RING_EXCHANGE ||
                     (method == CommOverlapMethod::BULK && comm_type == CommOverlapType::AG));
 }
@@ -107,9 +107,9 @@ void CommOverlapConfig::validate(std::string_view op) const {
                       ": expected buffer_dtype to be one of float64, float32, float16, bfloat16, "
                       "float8_e4m3fn, float8_e5m2, uint8, got ",
                       buffer_dtype);
-  constexpr int64_t kMostBytes = int64_t{1} << 47;  // of an address space
+  constexpr int64_t kMaxBytes = int64_t{1} << 47;  // size of the virtual address space
   const auto element = static_cast<int64_t>(c10::elementSize(buffer_dtype));
-  TORCH_OVERLAP_CHECK(buffer_shape[0] <= kMostBytes / buffer_shape[1] / element, kValue, op,
+  TORCH_OVERLAP_CHECK(buffer_shape[0] <= kMaxBytes / buffer_shape[1] / element, kValue, op,
                       ": expected a buffer of at most 2^47 bytes, got buffer_shape ",
                       list_string(buffer_shape), " of ", buffer_dtype);
   TORCH_OVERLAP_CHECK(!(buffer_dtype == c10::ScalarType::Byte && comm_type == Type::RS), kType, op,
@@ -123,7 +123,7 @@ void CommOverlapConfig::validate(std::string_view op) const {
   TORCH_OVERLAP_CHECK(num_comm_sm % comm_cga_size == 0, kValue, op,
                       ": expected num_comm_sm to be a multiple of comm_cga_size ", comm_cga_size,
                       ", got ", num_comm_sm, ". Clusters are whole.");
-  TORCH_OVERLAP_CHECK(!copy_engines_carry_all() || comm_cga_size == 1, kUnsupported, op,
+  TORCH_OVERLAP_CHECK(!uses_only_copy_engines() || comm_cga_size == 1, kUnsupported, op,
                       ": expected comm_cga_size 1 where copy engines carry the data, got ",
                       comm_cga_size, "; use_ce=False moves it with kernels");
   TORCH_OVERLAP_CHECK(

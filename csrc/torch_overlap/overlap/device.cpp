@@ -14,13 +14,13 @@ struct Devices {
   std::map<c10::DeviceType, std::shared_ptr<OverlapDevice>> by_type;
 };
 
-Devices& devices() { return ProcessWide<Devices>::get(); }
+Devices& devices() { return LeakySingleton<Devices>::get(); }
 
 }  // namespace
 
 void register_overlap_device(c10::DeviceType type, std::shared_ptr<OverlapDevice> device) {
   const std::lock_guard lock(devices().mutex);
-  devices().by_type[type].swap(device);  // the old one dies after the lock
+  devices().by_type[type].swap(device);  // the old one is destroyed after the lock is released
 }
 
 void OverlapDevice::run_fused(Transport&, const FusedGather&) {
@@ -35,11 +35,11 @@ void OverlapDevice::run_fused(Transport&, const FusedReduce&) {
   fail(ErrorKind::kUnsupported, "product and all-reduce: expected a device with fused kernels");
 }
 
-void OverlapDevice::run_direct(Transport&, const DirectSum&) {
+void OverlapDevice::run_low_latency(Transport&, const LowLatencySum&) {
   fail(ErrorKind::kUnsupported, "sum: expected a device with a kernel for it");
 }
 
-void OverlapDevice::run_direct(Transport&, const DirectGather&) {
+void OverlapDevice::run_low_latency(Transport&, const LowLatencyGather&) {
   fail(ErrorKind::kUnsupported, "all-gather: expected a device with a kernel for it");
 }
 

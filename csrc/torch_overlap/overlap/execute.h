@@ -11,89 +11,95 @@
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/schedule.h"
 
-// The overlapped operations, as what they put on the lanes of a channel. Arguments are checked by
-// who calls; what is checked here throws before anything is sent.
+// The overlapped operations: each enqueues work on the lanes of a channel. Callers check the
+// arguments; the checks here throw before anything is sent.
 namespace torch_overlap {
 
-// A matrix whose rows the ranks gather.
+// A matrix whose rows are gathered from all ranks.
 struct GatheredRows {
-  at::Tensor own;   // this rank's [length, columns], contiguous; may be its place in `all`
+  at::Tensor own;   // this rank's [length, columns], contiguous; may be its slice of `all`
   at::Tensor all;   // [rows, columns], contiguous, in the channel's data
-  at::Tensor copy;  // [rows, columns]: becomes all rows; undefined: not asked for
+  at::Tensor copy;  // [rows, columns]: all rows are copied to it; undefined: not requested
 };
 
-// Products of all ranks' rows, each begun as soon as its rows have arrived.
+enum class GatherMethod {
+  p2p,          // one GEMM per chunk of rows, started as soon as they have arrived
+  fused,        // one kernel per GEMM, which waits for the chunks itself
+  low_latency,  // all rows by one kernel if the device has it, then each GEMM unsplit
+};
+
+// GEMMs of all ranks' rows.
 struct GatherGemm {
-  // Of all rows: out, ... have rows.rows rows; lhs.data is data.all, and lhs.scale_inv scales.all
-  // where there is one.
+  // GEMMs of all rows: out, ... have rows.rows rows; lhs.data is data.all, and lhs.scale_inv is
+  // scales.all if scales are gathered.
   std::vector<GemmArgs> gemms;
   RowShare rows;
   GatheredRows data;
-  GatheredRows scales;  // of blocks of lhs, a row for each of its; undefined: none are gathered
-  GatherOrder order = GatherOrder::direct;
-  // One kernel a product, which waits for the chunks itself; the device takes all of `gemms`.
-  bool fused = false;
-  bool as_one = false;  // see Lanes::fork()
-  // All rows first, pushed by one kernel where the device has it; then each product as one. Without
-  // scales.
-  bool direct = false;
+  GatheredRows scales;  // block scales of lhs, one row per row of lhs; undefined: not gathered
+  GatherOrder order = GatherOrder::all_pairs;
+  // `fused`: the device must support all of `gemms`. `low_latency`: not with scales.
+  GatherMethod method = GatherMethod::p2p;
+  bool single_lane = false;  // see Lanes::fork()
 };
-// Uses flags 0 .. size - 1, with scales to 2 * size - 1. Afterwards `all` holds all rows but, in
-// orders `direct` and `ring`, this rank's own if they were elsewhere.
+// Uses flags 0 .. size - 1, with scales up to 2 * size - 1. Afterwards `all` holds all rows, except
+// this rank's own in the orders `all_pairs` and `ring` if they were stored elsewhere.
 TORCH_OVERLAP_API void run_gather_gemm(std::string_view op, OverlapChannel& channel,
                                        const GatherGemm& problem);
 
-// A product whose rows are summed over ranks, each by its owner.
+// A GEMM whose rows are summed over ranks, each row by its owner.
 struct ScatterGemm {
-  // Of all rows: out is `partial`. The first writes, those behind it accumulate.
+  // GEMMs of all rows: out is `partial`. The first one writes it, the others accumulate.
   std::vector<GemmArgs> gemms;
   RowShare rows;
-  at::Tensor partial;  // [rows, columns], contiguous: where this rank's products go
-  int64_t at = 0;      // byte of the channel's data: room for size x rows.largest() rows
-  at::Tensor out;      // [length, columns] of this rank
+  at::Tensor partial;  // [rows, columns], contiguous: destination of this rank's GEMMs
+  // Offset in bytes in the channel's data, of size x rows.largest() rows.
+  int64_t at = 0;
+  at::Tensor out;  // [length, columns] of this rank
   at::Tensor scale_inv;
   double factor = 1;
   at::Tensor bias;  // [columns], added once
-  // Every rank's product has as many columns of lhs.
+  // True if lhs has the same number of columns on every rank.
   bool ranks_share_k = true;
-  // A kernel sums, and computes the own rows; that, or copies of products of pieces, sends the
-  // others. One product without scale_inv, which the device takes.
+  // A kernel computes this rank's rows and sums. The other rows are sent by the same kernel, or by
+  // copies of GEMMs of pieces. One GEMM without scale_inv, which the device must support.
   bool fused = false;
-  bool as_one = false;  // see Lanes::fork()
+  bool single_lane = false;  // see Lanes::fork()
 };
-// Uses flags 0 .. size - 1; fused, all that there are. `partial` and what `at` points to do not
-// overlap.
+// Uses flags 0 .. size - 1; if fused, all flags of the channel. `partial` and the slots at `at`
+// must not overlap.
 TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,
                                         const ScatterGemm& problem);
 
-// A product that is summed over ranks where it lies, by whoever wants the sums.
-struct DirectGemm {
-  GemmArgs gemm;  // of all rows; out is not looked at
+// A GEMM whose result is summed in place over ranks: each rank reads the sums that it needs from
+// its peers.
+struct ReduceGemm {
+  GemmArgs gemm;  // GEMM of all rows; out is ignored
   RowShare rows;
-  bool everywhere = false;  // all ranks get all rows; else their own
+  bool everywhere = false;  // all ranks get all rows; otherwise their own
   at::Tensor out;           // [rows, columns] or [length, columns], contiguous
   double factor = 1;
   at::Tensor bias;  // [columns] of this rank, contiguous, added once; or undefined
 };
-// On a channel of these alone, with room of direct_sum_room() and 2 * kDirectBlocks flags for each
-// rank. Only where ranks reach each other's memory.
-TORCH_OVERLAP_API void run_direct_sum(std::string_view op, OverlapChannel& channel,
-                                      const DirectGemm& problem);
+// Needs a channel that is used for nothing else, with low_latency_sum_bytes() bytes and 2 *
+// kMaxLowLatencyBlocks flags per rank. Only if ranks can map each other's memory.
+TORCH_OVERLAP_API void run_low_latency_sum(std::string_view op, OverlapChannel& channel,
+                                           const ReduceGemm& problem);
 
-// The same for all ranks, by one kernel of the device (OverlapDevice::reduce_room()), on a channel
-// of these alone.
+// The same with all rows on all ranks, by one kernel of the device
+// (OverlapDevice::max_fused_allreduce_bytes()), on a channel that is used for nothing else.
 TORCH_OVERLAP_API void run_fused_reduce(std::string_view op, OverlapChannel& channel,
-                                        const DirectGemm& problem);
+                                        const ReduceGemm& problem);
 
-// An all-gather that goes on beside what the caller does next: started by the constructor, and
-// there after finish(). Uses flags 0 .. size - 1.
+// An all-gather that runs concurrently with what the caller does next: the constructor starts it,
+// and finish() waits for it. Uses flags 0 .. size - 1.
 class TORCH_OVERLAP_API BackgroundGather {
  public:
-  // `own` [length, k] to `gathered` [rows, k], where the channel's data begins; `with_own`: also
-  // on this rank. `as_one`: see Lanes::fork().
+  // Gathers `own` [length, k] to `gathered` [rows, k], which begins at the start of the channel's
+  // data. `with_own`: copies this rank's rows too. `single_lane`: see Lanes::fork().
   BackgroundGather(std::string_view op, OverlapChannel& channel, const RowShare& rows,
-                   const at::Tensor& own, const at::Tensor& gathered, bool with_own, bool as_one);
-  // `gathered` is valid on the caller's stream.
+                   const at::Tensor& own, const at::Tensor& gathered, bool with_own,
+                   bool single_lane);
+  // After it, `gathered` is valid on the caller's stream.
   void finish();
 
  private:
@@ -101,13 +107,13 @@ class TORCH_OVERLAP_API BackgroundGather {
   std::vector<int> flags_;
 };
 
-// A product in pieces of its columns or rows, each of which is summed over ranks while the next is
-// made.
+// A GEMM in pieces of its columns, each of which is summed over ranks while the next is computed.
 struct PipelinedGemm {
-  GemmArgs gemm;  // of all rows and columns; out is not looked at
+  GemmArgs gemm;  // GEMM of all rows and columns; out is ignored
   RowShare rows;
   int64_t columns = 0;
-  // Of the partial products, which go where the channel's data begins, piece by piece.
+  // Type of the partial products, which are stored piece by piece from the start of the channel's
+  // data.
   at::ScalarType dtype = at::kFloat;
   int splits = 1;
   bool overlap_first_gemm = false;
@@ -117,24 +123,24 @@ struct PipelinedGemm {
   int blocks = 0;
   int cluster = 1;
 };
-// Uses flags 0 .. (splits + 1) * size - 1. Returns the number of pieces: fewer than `splits` where
-// the columns, or the tiles that scales of the weight lie in, do not give as many.
+// Uses flags 0 .. (splits + 1) * size - 1. Returns the number of pieces, which is less than
+// `splits` if there are too few columns, or too few tiles of weight scales.
 TORCH_OVERLAP_API int run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
                                          const PipelinedGemm& problem);
 
-// A collective of the [rows, columns] where the channel's data begins, beside products that have
-// nothing to do with it.
+// A collective of the [rows, columns] at the start of the channel's data, concurrent with GEMMs
+// that do not depend on it.
 struct BulkGemm {
-  std::vector<GemmArgs> gemms;  // may be none
+  std::vector<GemmArgs> gemms;  // may be empty
   RowShare rows;
   int64_t columns = 0;
   at::ScalarType dtype = at::kFloat;
-  bool gathers = true;   // all-gather of the rows; else their reduce-scatter
-  at::Tensor out;        // reduce-scatter: [length, columns]; may be the own rows themselves
+  bool gathers = true;   // all-gather of the rows; otherwise their reduce-scatter
+  at::Tensor out;        // reduce-scatter: [length, columns]; may be this rank's rows themselves
   at::Tensor scale_inv;  // reduce-scatter
   int blocks = 0;
   int cluster = 1;
-  OverlapChannel* lender = nullptr;  // whose lanes to use; null: the channel's own
+  OverlapChannel* lender = nullptr;  // channel whose lanes are used; null: the channel's own
 };
 // Uses flags 0 .. 2 * size - 1.
 TORCH_OVERLAP_API void run_bulk_gemm(std::string_view op, OverlapChannel& channel,

@@ -3,23 +3,24 @@
 #include <algorithm>
 
 #include "torch_overlap/overlap/execute.h"
-#include "torch_overlap/overlap/execute_parts.h"
+#include "torch_overlap/overlap/execute_common.h"
 
 namespace torch_overlap {
 namespace {
 
-// One reduce-scatter of what lies at `at` of every rank's data: [rows, columns], contiguous.
+// One reduce-scatter of the contiguous [rows, columns] at offset `at` of every rank's data.
 struct ScatterPart {
   RowShare rows;
   int64_t columns;
   at::ScalarType dtype;
   int64_t at;
-  int flags;    // the first of `size` flags
-  SumArgs sum;  // all but the parts
+  int flags;    // first of `size` flags
+  SumArgs sum;  // everything but the parts
 };
 
-// Directly: every rank says when its part is ready, and each sums its rows from where they lie.
-// Else they are sent to who sums them; `received` is room for them.
+// Peer-mapped: every rank signals that its operand is ready, and each rank sums its rows by reading
+// them from all ranks. Otherwise each part is sent to the rank that sums it; `received` is the
+// memory for received parts.
 void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
                         const ScatterPart& part, const at::Tensor& received) {
   const int rank = channel.group().rank();
@@ -29,9 +30,9 @@ void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& sessio
   const Transport& transport = session.transport;
   SumArgs sum = part.sum;
   const auto others = flags_of_others(channel.group(), part.flags);
-  if (transport.is_direct()) {
+  if (transport.is_peer_mapped()) {
     session.post(lane, part.flags);
-    session.arrived(lane, others);
+    session.wait_for_flags(lane, others);
     for (int peer = 0; peer < size; ++peer) {
       sum.parts.push_back(transport.peer(peer, part.at + part.rows.begin(rank) * row,
                                          {length, part.columns}, part.dtype));
@@ -47,7 +48,7 @@ void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& sessio
                               .get = received[exchange.from],
                               .get_flag = part.flags + exchange.from});
     }
-    session.arrived(lane, others);
+    session.wait_for_flags(lane, others);
     for (int peer = 0; peer < size; ++peer) {
       sum.parts.push_back(peer == rank ? rows_of_rank(mine, part.rows, rank) : received[peer]);
     }
@@ -56,27 +57,29 @@ void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& sessio
   session.sum(lane, sum);
 }
 
-// What others read directly may be written again after the operation: so it ends when all have.
-void put_end_of_reads(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+// Exit barrier: after an operation its operands may be overwritten, so it ends only after all ranks
+// have read what they read by address.
+void put_exit_barrier(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
                       int flags) {
-  if (!session.transport.is_direct()) return;
+  if (!session.transport.is_peer_mapped()) return;
   session.post(lane, flags);
-  session.arrived(lane, flags_of_others(channel.group(), flags));
+  session.wait_for_flags(lane, flags_of_others(channel.group(), flags));
 }
 
-// Room for what put_reduce_scatter() receives; undefined where it receives nothing.
-at::Tensor room_for(const OverlapChannel& channel, const RowShare& rows, int64_t columns,
-                    at::ScalarType dtype) {
-  if (channel.transport().is_direct()) return {};
+// Returns the memory for what put_reduce_scatter() receives; undefined if it receives nothing.
+at::Tensor make_recv_scratch(const OverlapChannel& channel, const RowShare& rows, int64_t columns,
+                             at::ScalarType dtype) {
+  if (channel.transport().is_peer_mapped()) return {};
   const auto& group = channel.group();
   return at::empty({group.size(), rows.length(group.rank()), columns},
                    at::TensorOptions().dtype(dtype).device(group.device()));
 }
 
-// Returns a divisor of the columns of a piece. All ranks cut alike: for 128 columns or more it
-// does not depend on the weight of this rank, and is the tile that scales of a weight may lie in.
-// For fewer it is what products of blocks take, and 16 bytes, for kernels that move as many at a
-// time; a weight whose scales lie in tiles stays whole.
+// Returns the multiple to which the columns of a piece are rounded. All ranks must cut at the same
+// columns. With 128 columns or more the multiple is 128, whatever the scaling of this rank's
+// weight, because scales of a weight may be in tiles of 128. With fewer it is the larger of
+// the multiple that block-scaled GEMMs need and 16 bytes, which the kernels move at a time; a
+// weight whose scales are in tiles is not cut.
 int64_t piece_multiple(int64_t columns, int64_t element, const GemmOperand& weight) {
   constexpr int64_t kTile = 128;
   constexpr int64_t kBytes = 16;
@@ -90,7 +93,7 @@ void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, i
                     const RowShare& rows, const GatheredRows& part, int first_flag) {
   const int rank = channel.group().rank();
   for (const Exchange& exchange :
-       gather_schedule(rank, channel.group().size(), GatherOrder::direct).exchanges) {
+       gather_schedule(rank, channel.group().size(), GatherOrder::all_pairs).exchanges) {
     session.exchange(lane,
                      {.to = exchange.to,
                       .give = part.own,
@@ -104,9 +107,11 @@ void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, i
 
 BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
                                    const RowShare& rows, const at::Tensor& own,
-                                   const at::Tensor& gathered, bool with_own, bool as_one)
+                                   const at::Tensor& gathered, bool with_own, bool single_lane)
     : flags_(flags_of_others(channel.group(), 0)) {
-  operation_.emplace(op, channel, OverlapCall{.begin = Begin{.rows = rows.rows}, .as_one = as_one});
+  operation_.emplace(
+      op, channel,
+      OverlapCall{.begin = EntryPayload{.rows = rows.rows}, .single_lane = single_lane});
   operation_->put([&](OverlapChannel::Session& session) {
     const int comm = session.lanes.comm();
     put_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);
@@ -118,9 +123,9 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
 }
 
 void BackgroundGather::finish() {
-  // On the caller's lane, behind what it has issued since: products that wait for other ranks, and
-  // would be waited for here, come first.
-  operation_->put([&](OverlapChannel::Session& session) { session.arrived(0, flags_); });
+  // On the caller's lane, after what the caller has issued since: GEMMs that wait for other ranks
+  // come first, and would have to be waited for here.
+  operation_->put([&](OverlapChannel::Session& session) { session.wait_for_flags(0, flags_); });
   operation_->finish();
 }
 
@@ -131,12 +136,12 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
                             piece_multiple(problem.columns, element, problem.gemm.rhs));
   const int count = static_cast<int>(found.size());
   const auto received =
-      room_for(channel, problem.rows, found.empty() ? 0 : found[0].length, problem.dtype);
+      make_recv_scratch(channel, problem.rows, found.empty() ? 0 : found[0].length, problem.dtype);
   std::vector<at::Tensor> blocks;
   std::vector<CheckedGemm> products;
   GemmArgs args = problem.gemm;
-  args.beside_transfers = true;
-  AmaxOfParts largest(std::exchange(args.out_amax, {}), found.size());
+  args.overlaps_communication = true;
+  PartialAmax largest(std::exchange(args.out_amax, {}), found.size());
   const CheckedGemm whole(op, std::move(args));
   for (const Piece& piece : found) {
     blocks.push_back(channel.data(piece.begin * problem.rows.rows * element,
@@ -152,7 +157,7 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
     std::vector<Lanes::Mark> made(count);
     for (const auto [is_product, i] : pipeline_order(count, problem.overlap_first_gemm)) {
       if (is_product) {
-        const int lane = i % lanes.computes();
+        const int lane = i % lanes.num_compute_lanes();
         session.gemm(lane, products[i]);
         made[i] = lanes.mark(lane);
         continue;
@@ -178,17 +183,17 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
                                   .bias = problem.bias.defined()
                                               ? problem.bias.narrow(0, piece.begin, piece.length)
                                               : problem.bias,
-                                  // Nothing is left to overlap with the last.
+                                  // Nothing is left to overlap with the last piece.
                                   .blocks = i + 1 == count ? 2 * problem.blocks : problem.blocks,
                                   .cluster = problem.cluster}},
                          room);
     }
-    put_end_of_reads(channel, session, comm, count * size);
+    put_exit_barrier(channel, session, comm, count * size);
   };
-  channel.operate(
-      op, body,
-      {.begin = Begin{.rows = problem.rows.rows, .way = Way::columns(std::max(1, count))},
-       .begins_beside = channel.is_captured()});
+  channel.operate(op, body,
+                  {.begin = EntryPayload{.rows = problem.rows.rows,
+                                         .signature = OpSignature::columns(std::max(1, count))},
+                   .begin_on_comm_lane = channel.is_captured()});
   largest.finish();
   return count;
 }
@@ -198,11 +203,12 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
   const int size = channel.group().size();
   const RowShare& rows = problem.rows;
   const auto data = channel.data(0, {rows.rows, problem.columns}, problem.dtype);
-  const auto received =
-      problem.gathers ? at::Tensor() : room_for(channel, rows, problem.columns, problem.dtype);
+  const auto received = problem.gathers
+                            ? at::Tensor()
+                            : make_recv_scratch(channel, rows, problem.columns, problem.dtype);
   std::vector<CheckedGemm> products;
   for (GemmArgs args : problem.gemms) {
-    args.beside_transfers = true;
+    args.overlaps_communication = true;
     products.emplace_back(op, std::move(args));
   }
   channel.operate(
@@ -213,7 +219,7 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
         if (problem.gathers) {
           put_all_gather(channel, session, comm, rows,
                          {.own = rows_of_rank(data, rows, rank), .all = data, .copy = {}}, 0);
-          if (size > 1) session.arrived(comm, flags_of_others(channel.group(), 0));
+          if (size > 1) session.wait_for_flags(comm, flags_of_others(channel.group(), 0));
         } else {
           put_reduce_scatter(channel, session, comm,
                              {.rows = rows,
@@ -229,13 +235,15 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
                                       .blocks = problem.blocks,
                                       .cluster = problem.cluster}},
                              received);
-          put_end_of_reads(channel, session, comm, size);
+          put_exit_barrier(channel, session, comm, size);
         }
         for (size_t i = 0; i < products.size(); ++i) {
-          session.gemm(static_cast<int>(i) % lanes.computes(), products[i]);
+          session.gemm(static_cast<int>(i) % lanes.num_compute_lanes(), products[i]);
         }
       },
-      {.begin = Begin{.rows = rows.rows, .way = problem.gathers ? Way::chunks() : Way::columns(1)},
+      {.begin = EntryPayload{.rows = rows.rows,
+                             .signature =
+                                 problem.gathers ? OpSignature::chunks() : OpSignature::columns(1)},
        .lender = problem.lender});
 }
 

@@ -3,12 +3,13 @@
 #include <optional>
 
 #include "torch_overlap/overlap/execute.h"
-#include "torch_overlap/overlap/execute_parts.h"
+#include "torch_overlap/overlap/execute_common.h"
 
 namespace torch_overlap {
 namespace {
 
-// A copy of what is gathered, once all of it is there; the own rows from where they came.
+// Copies what was gathered, after all of it has arrived; this rank's rows are copied from their
+// source.
 void put_copy(Lanes& lanes, int lane, const GatheredRows& data, const RowShare& rows, int rank) {
   if (!data.copy.defined()) return;
   const int64_t begin = rows.begin(rank);
@@ -34,19 +35,20 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
                     .own_scales = problem.scales.own,
                     .gathered_scales = problem.scales.all,
                     .order = {}};
-  for (const ChunkStep& step : gather_schedule(rank, size, GatherOrder::direct).steps) {
+  for (const ChunkStep& step : gather_schedule(rank, size, GatherOrder::all_pairs).steps) {
     fused.order.push_back(step.first);
   }
   for (const GemmArgs& args : problem.gemms) check_gemm(op, args);
   TORCH_OVERLAP_CHECK(!channel.shares_devices(), kUnsupported, op,
                       ": expected a GPU of its own for each rank, got ranks that share one, where "
                       "copies find no SM beside a kernel that waits for them");
-  // One kernel sends and multiplies; several products share what copy engines bring.
-  if (problem.gemms.size() == 1) fused.senders = channel.device().gather_senders(fused);
+  // With one GEMM, one kernel sends and multiplies. Several GEMMs share what copy engines bring.
+  if (problem.gemms.size() == 1) fused.senders = channel.device().num_gather_senders(fused);
   const auto body = [&](OverlapChannel::Session& session) {
     if (fused.senders == 0) {
-      // Before the products, which wait for it and leave no room for anything that is not a copy.
-      // The flag of a chunk comes behind its scales: a lane does one thing after the other.
+      // Enqueued before the GEMMs, which wait for it and leave no room on the device for anything
+      // but copies. A lane runs in order, so the flag of a chunk is set after its scales have
+      // arrived.
       const int comm = session.lanes.comm();
       if (problem.scales.all.defined()) {
         put_all_gather(channel, session, comm, problem.rows, problem.scales, size);
@@ -61,15 +63,16 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
       put_copy(session.lanes, 0, part, problem.rows, rank);
     }
   };
-  std::optional<Begin> begin;
-  if (fused.senders == 0) begin = Begin{.rows = problem.rows.rows};
-  channel.operate(op, body,
-                  {.begin = begin, .as_one = problem.as_one, .fills_device = fused.senders > 0});
+  std::optional<EntryPayload> begin;
+  if (fused.senders == 0) begin = EntryPayload{.rows = problem.rows.rows};
+  channel.operate(
+      op, body,
+      {.begin = begin, .single_lane = problem.single_lane, .fills_device = fused.senders > 0});
 }
 
 namespace {
 
-// The products of pieces of each chunk, by exchange.
+// Returns the GEMMs of the pieces of each chunk, by exchange.
 std::vector<std::vector<CheckedGemm>> products_of_pieces(std::string_view op,
                                                          const CheckedGemm& all,
                                                          const FusedScatter& fused,
@@ -85,12 +88,13 @@ std::vector<std::vector<CheckedGemm>> products_of_pieces(std::string_view op,
   return products;
 }
 
-// The products of the other ranks' rows, piece by piece, each sent to its owner when it is there;
-// then the kernel that computes the own ones and takes in what comes. It comes behind all of these
-// products, and the begin: no block may wait for another rank while they still want its SM.
-void put_sent_pieces(OverlapChannel::Session& session, const ScatterGemm& problem,
-                     const FusedScatter& fused, const std::vector<Exchange>& exchanges,
-                     std::vector<std::vector<CheckedGemm>>& products) {
+// Enqueues the GEMMs of the other ranks' rows, piece by piece, and sends each piece to its owner
+// when it is done; then the kernel that computes this rank's rows and adds what arrives. The kernel
+// is ordered after all of these GEMMs and after begin(): none of its blocks may wait for another
+// rank while those still need its SM.
+void put_products_and_sends(OverlapChannel::Session& session, const ScatterGemm& problem,
+                            const FusedScatter& fused, const std::vector<Exchange>& exchanges,
+                            std::vector<std::vector<CheckedGemm>>& products) {
   const OverlapChannel& channel = session.channel;
   const int rank = channel.group().rank();
   const int size = channel.group().size();
@@ -114,7 +118,7 @@ void put_sent_pieces(OverlapChannel::Session& session, const ScatterGemm& proble
                               .get_flag = flag + exchanges[i].from});
     }
   }
-  session.behind_begin(0);
+  session.order_after_begin(0);
   lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
 }
 
@@ -130,15 +134,15 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
   check_gemm(op, fused.gemm);
   const int rank = channel.group().rank();
   const int size = channel.group().size();
-  // Copies within a device need SMs, which the kernel does not leave them.
+  // Copies within a device need SMs, and the kernel leaves none.
   if (!channel.shares_devices()) {
     fused.pieces =
-        channel.device().scatter_pieces(channel.transport(), fused, channel.flags() / size);
+        channel.device().num_scatter_pieces(channel.transport(), fused, channel.flags() / size);
   }
   std::vector<Exchange> exchanges;
   std::vector<std::vector<CheckedGemm>> products;
   if (fused.pieces > 0) {
-    fused.gemm.beside_transfers = true;
+    fused.gemm.overlaps_communication = true;
     const CheckedGemm all(op, fused.gemm);
     exchanges = scatter_schedule(rank, size).exchanges;
     products = products_of_pieces(op, all, fused, exchanges);
@@ -147,19 +151,22 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
   fused.gemm.epilogue.bias = problem.bias;
   const auto body = [&](OverlapChannel::Session& session) {
     if (fused.pieces > 0) {
-      return put_sent_pieces(session, problem, fused, exchanges, products);
+      return put_products_and_sends(session, problem, fused, exchanges, products);
     }
-    RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream: no lane is begun for it
+    RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream: needs no lane
     channel.device().run_fused(session.transport, fused);
   };
-  std::optional<Begin> begin;
-  if (fused.pieces > 0) begin = Begin{.rows = problem.rows.rows, .way = Way::pieces(fused.pieces)};
-  // Ranks that share a device may be threads of this process, and would wait for each other's turn.
+  std::optional<EntryPayload> begin;
+  if (fused.pieces > 0)
+    begin = EntryPayload{.rows = problem.rows.rows, .signature = OpSignature::pieces(fused.pieces)};
+  // Ranks that share a device may be threads of this process, which would wait for each other's
+  // lock.
   channel.operate(
-      op, body, {.begin = begin, .begins_beside = true, .fills_device = !channel.shares_devices()});
+      op, body,
+      {.begin = begin, .begin_on_comm_lane = true, .fills_device = !channel.shares_devices()});
 }
 
-void run_fused_reduce(std::string_view op, OverlapChannel& channel, const DirectGemm& problem) {
+void run_fused_reduce(std::string_view op, OverlapChannel& channel, const ReduceGemm& problem) {
   FusedReduce fused{.gemm = problem.gemm,
                     .rows = problem.rows,
                     .bytes = channel.bytes(),
@@ -173,7 +180,7 @@ void run_fused_reduce(std::string_view op, OverlapChannel& channel, const Direct
                     session.lanes.run(
                         0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
                   },
-                  {.begin = {}, .as_one = true});
+                  {.begin = {}, .single_lane = true});
 }
 
 }  // namespace torch_overlap

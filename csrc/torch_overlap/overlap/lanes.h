@@ -15,69 +15,72 @@
 namespace torch_overlap {
 
 struct LaneOptions {
-  int computes = 1;
-  // As CUDA counts them; both 0: products the least urgent, communication the most.
+  int num_compute_lanes = 1;
+  // CUDA stream priorities. Both 0: lowest for compute, highest for communication.
   int compute_priority = 0;
   int comm_priority = 0;
 };
 
-// What an operation does at the same time: lanes of work, each in order, that begin where the
-// caller is and end before the caller goes on. On CUDA a lane is a stream; on a CPU the work of all
-// lanes is queued, and done by the caller's thread in an order that respects what each waits for.
+// Lanes are queues of work that run concurrently in one operation, each in order. They start after
+// the work that the caller has issued, and the caller's later work waits for them. On CUDA a lane
+// is a stream; lane 0 is the caller's unless priorities are given. On a CPU the work of all lanes
+// is queued, and run on the caller's thread in an order that respects the dependencies.
 //
-//   fork(false);                   the lanes come behind what the caller has issued
-//   run(lane, work); ...           after(other, mark(lane)) orders two lanes, settle(lane) a lane
-//                                  and what the caller does by itself before the join
-//   join();                        the caller comes behind all lanes
+//   fork(false);                   orders the lanes after what the caller has issued
+//   run(lane, work); ...           after(other, mark(lane)) orders one lane after another;
+//                                  join_lane(lane) orders what the caller does itself, before the
+//                                  join, after a lane
+//   join();                        orders the caller after all lanes
 //
-// Compute lanes are 0 .. computes() - 1, and comm() is one more. Threads: one operation at a time.
+// Compute lanes are 0 .. num_compute_lanes() - 1; comm() is one more. Any thread may use them, for
+// one operation at a time.
 class TORCH_OVERLAP_API Lanes {
  public:
-  explicit Lanes(int computes) : computes_(computes) {}
+  explicit Lanes(int num_compute_lanes) : num_compute_lanes_(num_compute_lanes) {}
   virtual ~Lanes() = default;
   Lanes(const Lanes&) = delete;
   Lanes& operator=(const Lanes&) = delete;
 
-  int computes() const { return computes_; }
-  int comm() const { return computes_; }
-  int count() const { return computes_ + 1; }
+  int num_compute_lanes() const { return num_compute_lanes_; }
+  int comm() const { return num_compute_lanes_; }
+  int count() const { return num_compute_lanes_ + 1; }
 
-  // The caller's stream comes behind the operation before, if that was on another; and the next
-  // operation will come behind what is on it now.
+  // enter() orders the caller's stream after the previous operation, if that was on another stream.
+  // leave() makes the next operation wait for what is on the caller's stream now.
   virtual void enter() {}
   virtual void leave() {}
-  // Waits until the device is done with all that came before a leave(), at most so long.
+  // Waits until the device has finished all work issued before a leave(), for at most `timeout`.
   virtual void drain(std::chrono::milliseconds timeout) noexcept {}
-  // `what` lives until the lanes are gone and the device is done with that.
+  // Keeps `what` alive until the lanes are destroyed and the device has finished using it.
   virtual void keep(const std::vector<std::shared_ptr<void>>& what) {}
 
-  // `as_one`: of work that takes less time than lanes cost. All is one lane then, in the order in
-  // which it is put there; not in a graph, where lanes cost nothing.
-  virtual void fork(bool as_one) = 0;
-  virtual bool are_one() const { return false; }
-  // Whether they are branches of a graph that is being captured.
-  virtual bool are_captured() const { return false; }
+  // `single_lane` is for work that is shorter than the overhead of lanes: everything then runs on
+  // one lane, in the order in which it is enqueued. Ignored in a capture, where lanes cost nothing.
+  virtual void fork(bool single_lane) = 0;
+  virtual bool is_single_lane() const { return false; }
+  // True if the lanes are branches of a graph that is being captured.
+  virtual bool is_captured() const { return false; }
   virtual void join() = 0;
-  // Forgets what is queued, after an error; lanes that run come to an end by themselves.
+  // Drops what is queued, after an error. Work that is already running finishes by itself.
   virtual void cancel() noexcept = 0;
 
-  // What `work` issues on the current stream becomes part of the lane. Called before run() returns
-  // (CUDA), or before join() does (CPU). `name` shows in profiles.
+  // Enqueues on the lane what `work` issues on the current stream. `work` is called before run()
+  // returns (CUDA), or before join() returns (CPU). `name` appears in profiles.
   virtual void run(int lane, std::string_view name, std::function<void()> work) = 0;
-  // A point of a lane, for after(): all that was put there before.
+  // A point of a lane, for after(): everything that was enqueued there before.
   using Mark = uint64_t;
   virtual Mark mark(int lane) = 0;
-  // What is put on `lane` from now on comes after `mark`, which is of this operation.
+  // Orders what is enqueued on `lane` from now on after `mark`, which must be of this operation.
   virtual void after(int lane, Mark mark) = 0;
-  // What is put on the caller's stream from now on comes after all that was put on `lane`: on a CPU
-  // that is done when this returns.
-  virtual void settle(int lane) = 0;
-  // What is put on `lane` from now on comes after the work, which something put on a lane before
-  // has made by the time this comes to it (null: there is none).
+  // Orders what the caller enqueues on its stream from now on after everything on `lane`. On a CPU
+  // that work has finished when this returns.
+  virtual void join_lane(int lane) = 0;
+  // Orders what is enqueued on `lane` from now on after `*work`, which an earlier item of some lane
+  // sets before this one runs (null: nothing to wait for).
   virtual void wait(int lane, std::shared_ptr<WorkPtr> work) = 0;
 
  private:
-  const int computes_;
+  const int num_compute_lanes_;
 };
 
 }  // namespace torch_overlap

@@ -5,8 +5,8 @@
 namespace torch_overlap {
 namespace {
 
-// Memory comes in pieces of this size anyway.
-constexpr int64_t kStep = 2 << 20;
+// Granularity of memory allocations.
+constexpr int64_t kChannelGranularityBytes = 2 << 20;
 
 constexpr std::string_view attachment_name(OperatorChannel which) {
   switch (which) {
@@ -22,8 +22,8 @@ constexpr std::string_view attachment_name(OperatorChannel which) {
   return "operators' reduce channel";
 }
 
-constexpr int flags_of_rank(OperatorChannel which) {
-  return which == OperatorChannel::sum ? 2 * kDirectBlocks : kOperatorFlags;
+constexpr int num_flags_per_rank(OperatorChannel which) {
+  return which == OperatorChannel::sum ? 2 * kMaxLowLatencyBlocks : kOperatorFlagsPerRank;
 }
 
 }  // namespace
@@ -41,18 +41,19 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
   const c10::DeviceGuard guard(comm->device());
   OverlapDevice& device = overlap_device(op, comm->device().type());
   if (device.capture() != 0) return nullptr;
-  const int64_t room = (bytes + kStep - 1) / kStep * kStep;
+  const int64_t rounded_bytes =
+      (bytes + kChannelGranularityBytes - 1) / kChannelGranularityBytes * kChannelGranularityBytes;
   const auto name = attachment_name(which);
   const int size = comm->size();
   channel = OverlapChannel::create(
       OverlapGroup::of(comm),
       {.op = op,
        .name = std::string(name),
-       .digest = concat(room, " bytes, ", device.sm_count(comm->device()), " SMs"),
-       .bytes = room,
-       .flags = flags_of_rank(which) * size,
+       .digest = concat(rounded_bytes, " bytes, ", device.sm_count(comm->device()), " SMs"),
+       .bytes = rounded_bytes,
+       .flags = num_flags_per_rank(which) * size,
        .tiles = which == OperatorChannel::sum ? 0 : device.tiles(),
-       .lanes = {.computes = 2},
+       .lanes = {.num_compute_lanes = 2},
        .use_ce = true,
        .fault = {}});
   comm->attach(name, channel);

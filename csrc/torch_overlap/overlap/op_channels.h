@@ -8,24 +8,25 @@
 
 namespace torch_overlap {
 
-// The channels that operators use, which have no buffer of their own. One for what is gathered, and
-// one for what is scattered, which a gradient has under way together; one operator at a time is
-// issued. And one for what is summed where it lies (run_direct_sum), whose operations end before
-// the other ranks have read all of it, and so share it with no others; and one for what kernels
-// that multiply and sum send each other (run_fused_reduce), for which the same holds.
+// The channels of the operators, which have no buffer of their own. `gather` and `scatter` are
+// separate because a gradient has both in flight together; only one operator at a time is issued.
+// `sum` is for what is summed in place (run_low_latency_sum): its operations end before the other
+// ranks have read all of it, so it is shared with no other kind of operation. `reduce` is for what
+// fused GEMM and all-reduce kernels send each other (run_fused_reduce), for the same reason.
 enum class OperatorChannel { gather, scatter, sum, reduce };
 
-// Flags that such a channel has for each rank.
-inline constexpr int kOperatorFlags = 4;
+// Number of flags per rank of such a channel (`sum` has more).
+inline constexpr int kOperatorFlagsPerRank = 4;
 
-// The channel of a communicator with room for `bytes`: made, or made anew with more room, by the
-// first call that needs it. Collective then: all ranks ask for the same. Null where it would have
-// to be made during a capture, where no memory can be shared. It ends with the communicator.
+// Returns the channel of a communicator with at least `bytes` of data. The first call that needs it
+// creates it, or replaces it by a larger one; that is collective: all ranks must request the same.
+// Returns null if it would have to be created during a capture, in which no memory can be shared.
+// The channel ends with the communicator.
 TORCH_OVERLAP_API std::shared_ptr<OverlapChannel> operator_channel(
     std::string_view op, const std::shared_ptr<TorchComm>& comm, OperatorChannel which,
     int64_t bytes);
 
-// Whether one is there, and what it is: for explain.
+// Returns the channel if it exists, otherwise null; for explain.
 TORCH_OVERLAP_API std::shared_ptr<OverlapChannel> existing_operator_channel(const TorchComm& comm,
                                                                             OperatorChannel which);
 

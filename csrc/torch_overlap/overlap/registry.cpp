@@ -13,32 +13,32 @@
 namespace torch_overlap {
 namespace {
 
-struct Held {
+struct BufferRecord {
   std::weak_ptr<TorchComm> comm;
   const TorchComm* comm_address = nullptr;
   CommOverlapEntry entry;
   std::shared_ptr<CommOverlapCore> buffer;
 };
 
-// A buffer that a thread is making: others that want the same wait for it.
-struct Making {
+// A buffer that a thread is creating. Other threads that request an equal one wait for it.
+struct PendingBuffer {
   const TorchComm* comm_address;
   CommOverlapConfig config;
   std::shared_future<void> over;
-  ProcessStamp process;  // nobody goes on with what a fork's parent was making
+  ProcessStamp process;  // after a fork the child ignores entries of its parent
 };
 
 struct Buffers {
   ForkSafeMutex mutex;
-  std::map<int64_t, Held> by_id;
-  std::list<Making> making;
+  std::map<int64_t, BufferRecord> by_id;
+  std::list<PendingBuffer> making;
   int64_t last = 0;
 };
 
-Buffers& buffers() { return ProcessWide<Buffers>::get(); }
+Buffers& buffers() { return LeakySingleton<Buffers>::get(); }
 
-// Whether the buffer is of the members that its communicator has now.
-bool is_active(const Held& held) {
+// True if the buffer belongs to the current members of its communicator.
+bool is_active(const BufferRecord& held) {
   try {
     held.buffer->group().require_active("create_comm_overlap_buffer");
     return true;
@@ -47,12 +47,12 @@ bool is_active(const Held& held) {
   }
 }
 
-// The entry of an equal buffer that can be used; with the lock.
-std::map<int64_t, Held>::iterator find_equal(const TorchComm& comm,
-                                             const CommOverlapConfig& config) {
+// Returns the entry of an equal, usable buffer. The lock must be held.
+std::map<int64_t, BufferRecord>::iterator find_equal(const TorchComm& comm,
+                                                     const CommOverlapConfig& config) {
   auto& all = buffers().by_id;
   return std::find_if(all.begin(), all.end(), [&](const auto& item) {
-    const Held& held = item.second;
+    const BufferRecord& held = item.second;
     return held.comm_address == &comm && !held.comm.expired() && held.entry.config == config &&
            is_active(held);
   });
@@ -65,7 +65,7 @@ int64_t create_comm_overlap_buffer(const std::shared_ptr<TorchComm>& comm,
   comm->require_own_process("create_comm_overlap_buffer");
   Buffers& all = buffers();
   std::promise<void> over;
-  std::list<Making>::iterator mine;
+  std::list<PendingBuffer>::iterator mine;
   while (true) {
     std::shared_future<void> of_other;
     {
@@ -75,7 +75,7 @@ int64_t create_comm_overlap_buffer(const std::shared_ptr<TorchComm>& comm,
         return found->first;
       }
       const auto other =
-          std::find_if(all.making.begin(), all.making.end(), [&](const Making& making) {
+          std::find_if(all.making.begin(), all.making.end(), [&](const PendingBuffer& making) {
             return making.process.is_current() && making.comm_address == comm.get() &&
                    making.config == config;
           });
@@ -93,7 +93,7 @@ int64_t create_comm_overlap_buffer(const std::shared_ptr<TorchComm>& comm,
   std::shared_ptr<CommOverlapCore> buffer;
   std::exception_ptr error;
   try {
-    // Without the lock: it waits for the other ranks, which may be threads of this process.
+    // Without the lock: this waits for the other ranks, which may be threads of this process.
     buffer = CommOverlapCore::create(OverlapGroup::of(comm), config);
   } catch (...) {
     error = std::current_exception();
@@ -103,15 +103,15 @@ int64_t create_comm_overlap_buffer(const std::shared_ptr<TorchComm>& comm,
   over.set_value();
   if (error) std::rethrow_exception(error);
   const int64_t id = ++all.last;
-  all.by_id.emplace(id, Held{.comm = comm,
-                             .comm_address = comm.get(),
-                             .entry = {comm->name(), config, 1},
-                             .buffer = std::move(buffer)});
+  all.by_id.emplace(id, BufferRecord{.comm = comm,
+                                     .comm_address = comm.get(),
+                                     .entry = {comm->name(), config, 1},
+                                     .buffer = std::move(buffer)});
   return id;
 }
 
 void destroy_comm_overlap_buffer(int64_t id) {
-  std::shared_ptr<CommOverlapCore> last;  // ends after the lock
+  std::shared_ptr<CommOverlapCore> last;  // destroyed after the lock is released
   const std::lock_guard lock(buffers().mutex);
   const auto found = buffers().by_id.find(id);
   TORCH_OVERLAP_CHECK(
@@ -125,7 +125,7 @@ void destroy_comm_overlap_buffer(int64_t id) {
 }
 
 void destroy_all_comm_overlap_buffers() {
-  std::map<int64_t, Held> all;
+  std::map<int64_t, BufferRecord> all;
   {
     const std::lock_guard lock(buffers().mutex);
     all.swap(buffers().by_id);

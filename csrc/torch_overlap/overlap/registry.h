@@ -8,21 +8,22 @@
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/overlap/comm_overlap.h"
 
-// Buffers by number, for operators, which cannot take objects. Numbers are positive, unique in the
-// process, and never used again. Threads: any.
+// Buffers by id, for operators, which cannot take objects. Ids are positive, unique in the process,
+// and never reused. Thread-safe.
 namespace torch_overlap {
 
-// Collective. The same communicator and configuration give the buffer that is there, and its
-// number: it is then held once more. Equal means equal in every field; one from before a
-// reconfigure() is none.
+// Collective. Returns the id of the existing buffer for an equal communicator and configuration,
+// whose reference count is incremented; otherwise creates one. Configurations are equal if every
+// field is. A buffer from before a reconfigure() is not reused.
 TORCH_OVERLAP_API int64_t create_comm_overlap_buffer(const std::shared_ptr<TorchComm>& comm,
                                                      const CommOverlapConfig& config);
-// Takes one hold back; the last ends the buffer. A kValue error names an unknown or dead number.
+// Decrements the reference count; the last reference destroys the buffer. Throws kValue, naming the
+// id, if it is unknown or destroyed.
 TORCH_OVERLAP_API void destroy_comm_overlap_buffer(int64_t id);
-// Ends all that are left, the youngest first, however often they are held.
+// Destroys all buffers, newest first, regardless of their reference counts.
 TORCH_OVERLAP_API void destroy_all_comm_overlap_buffers();
 
-// A kValue error names the number if there is none (0: no buffer was given).
+// Throws kValue, naming the id, if there is no such buffer (0: no buffer was given).
 TORCH_OVERLAP_API std::shared_ptr<CommOverlapCore> find_comm_overlap_buffer(std::string_view op,
                                                                             int64_t id);
 

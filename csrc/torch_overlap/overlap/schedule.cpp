@@ -22,7 +22,7 @@ GatherSchedule ring_of_chunks(int rank, int size) {
   return schedule;
 }
 
-GatherSchedule direct_chunks(int rank, int size) {
+GatherSchedule all_pairs_chunks(int rank, int size) {
   GatherSchedule schedule{.exchanges = {}, .steps = {{rank}}};
   for (int i = 1; i < size; ++i) {
     const int from = wrap(rank - i, size);
@@ -41,7 +41,7 @@ GatherSchedule pairs_of_chunks(int rank, int size) {
   GatherSchedule schedule;
   const int other = rank ^ 1;
   for (int i = 0; i < size / 2; ++i) {
-    // Each is a permutation of the ranks: whoever one gives to gets from it.
+    // Each of these exchanges is a permutation of the ranks, so every rank also receives once.
     for (const int member : {rank, other}) {
       const int from = wrap(member - 2 * i, size);
       if (from == rank) continue;
@@ -63,12 +63,12 @@ GatherSchedule gather_schedule(int rank, int size, GatherOrder order) {
   switch (order) {
     case GatherOrder::ring:
       return ring_of_chunks(rank, size);
-    case GatherOrder::pairs:
+    case GatherOrder::chunk_pairs:
       return pairs_of_chunks(rank, size);
-    case GatherOrder::direct:
+    case GatherOrder::all_pairs:
       break;
   }
-  return direct_chunks(rank, size);
+  return all_pairs_chunks(rank, size);
 }
 
 ScatterSchedule scatter_schedule(int rank, int size) {
@@ -82,10 +82,10 @@ ScatterSchedule scatter_schedule(int rank, int size) {
   return schedule;
 }
 
-bool sums_in_one_shot(int64_t bytes, int size) {
-  constexpr int64_t kMostOfFour = 512 << 10;
-  constexpr int64_t kMostOfMore = 256 << 10;
-  return size <= 2 || bytes <= (size <= 4 ? kMostOfFour : kMostOfMore);
+bool uses_one_shot(int64_t bytes, int size) {
+  constexpr int64_t kMaxOneShotBytesFourRanks = 512 << 10;
+  constexpr int64_t kMaxOneShotBytes = 256 << 10;
+  return size <= 2 || bytes <= (size <= 4 ? kMaxOneShotBytesFourRanks : kMaxOneShotBytes);
 }
 
 std::vector<Piece> pieces(int64_t total, int64_t count, int64_t multiple) {

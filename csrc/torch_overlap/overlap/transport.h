@@ -11,16 +11,16 @@
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/overlap/lanes.h"
-#include "torch_overlap/symm/begin.h"
+#include "torch_overlap/symm/op_signature.h"
 
 namespace torch_overlap {
 
-// Moves chunks between the ranks of a group, into the data of each other's part of a channel
-// (channel.h), and tells who waits that they are there. What a chunk is told by is a flag: a number
-// that stands for its place, of which every rank has one.
+// Moves chunks between the ranks of a group, to each other's data of a channel (channel.h), and
+// signals their arrival by flags. A flag is an index: every rank has one flag of each index in its
+// part.
 //
-// One operation lies between begin() and end(). All ranks make the same operations, and in each the
-// exchanges in the same order. Lanes are those of the transport's kind of device.
+// An operation is what is between begin() and end(). All ranks must make the same operations, with
+// their exchanges in the same order. Lanes must be those of the transport's kind of device.
 class TORCH_OVERLAP_API Transport {
  public:
   virtual ~Transport() = default;
@@ -28,47 +28,51 @@ class TORCH_OVERLAP_API Transport {
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
 
-  // How it moves data, for explain: "copy engine", "shared memory", ...
+  // Returns how data moves, for explain: "copy engine", "shared memory", ...
   virtual std::string_view name() const = 0;
-  // Whether ranks reach each other's memory: peer() and post() then work.
-  virtual bool is_direct() const = 0;
+  // True if ranks map each other's memory: peer() and post() then work.
+  virtual bool is_peer_mapped() const = 0;
 
-  // Throws if an operation before has failed since.
+  // Throws if an earlier operation has failed.
   virtual void check() const {}
-  // On the caller's stream, before fork(): all ranks have come to this operation, and so are done
-  // with what the one before left; from here on they write to each other's data. What is begun is
-  // the same on all ranks, or the operation fails on all where memory is shared.
-  virtual void begin(const Begin& operation) = 0;
-  // Whether it may be put on a lane instead, before all that concerns other ranks.
-  virtual bool may_begin_beside() const { return false; }
-  // On the caller's stream, after join(); of an operation that ended half way, too.
+  // Enters an operation. Enqueued on the caller's stream, before fork(). When it is done, all ranks
+  // have entered the operation, and so have finished with the results of the previous one: from
+  // here on they write to each other's data. `operation` must be equal on all ranks; otherwise the
+  // operation fails on all of them, if memory is shared.
+  virtual void begin(const EntryPayload& operation) = 0;
+  // True if begin() may run on a lane instead, before everything that involves other ranks.
+  virtual bool can_begin_on_comm_lane() const { return false; }
+  // Ends an operation, on the caller's stream, after join(). Also called for one that failed half
+  // way.
   virtual void end() {}
-  // What the device uses in an operation: it outlives the transport where one may still run, or a
-  // graph has captured one.
-  virtual std::vector<std::shared_ptr<void>> keepers() const { return {}; }
+  // Returns the resources that the device uses in an operation. They must outlive the transport
+  // while an operation may still run, or a graph has captured one.
+  virtual std::vector<std::shared_ptr<void>> retained_resources() const { return {}; }
 
-  // `give` goes to rank `to`, at byte `at` of its data, and is told there by `flag`; what comes
-  // from `from` goes to `get` in this rank's data, and is told by `get_flag`. Either may be empty.
+  // Sends `give` to offset `at`, in bytes, of the data of rank `to`, and signals `flag` there. What
+  // rank `from` sends arrives in `get`, in this rank's data, and signals `get_flag`. Either tensor
+  // may be empty.
   struct Move {
     int to;
     at::Tensor give;
     int64_t at;
-    int flag;  // direct only: kUntold where a later move of the lane tells of this one too
+    int flag;  // peer-mapped only: kNoFlag if a later move of the lane signals this one too
     int from;
     at::Tensor get;
     int get_flag;
-    // Direct only. Bytes from row to row of `give` [rows, columns] there, where other data lies
-    // between; 0: it lies there as one piece, and here too.
+    // Peer-mapped only. Row stride in bytes at the destination of `give` [rows, columns], whose
+    // rows need not be contiguous; 0: `give` is contiguous, here and there.
     int64_t pitch = 0;
   };
-  static constexpr int kUntold = -1;
+  static constexpr int kNoFlag = -1;
   virtual void exchange(Lanes& lanes, int lane, const Move& move) = 0;
-  // What is put on the lane from now on finds what the flags tell of.
-  virtual void arrived(Lanes& lanes, int lane, const std::vector<int>& flags) = 0;
+  // Orders what is enqueued on the lane from now on after the arrivals that the flags signal.
+  virtual void wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) = 0;
 
-  // Direct only. Tells all others by `flag` + rank() that what was put on the lane before is done.
+  // Peer-mapped only. Signals flag `flag` + rank() of all ranks after what was enqueued on the lane
+  // before.
   virtual void post(Lanes& lanes, int lane, int flag) = 0;
-  // Direct only. A tensor in the data of `rank`'s part.
+  // Peer-mapped only. Returns a tensor in the data of `rank`.
   virtual at::Tensor peer(int rank, int64_t at, c10::IntArrayRef sizes,
                           at::ScalarType dtype) const = 0;
 };

@@ -11,10 +11,10 @@ py::object tensor_or_none(const at::Tensor& tensor) {
   return tensor.defined() ? py::cast(tensor) : py::none();
 }
 
-py::object list_of(const Blocks& blocks, int size) { return py::cast(blocks.all(size)); }
+py::object block_list(const RankTensors& blocks, int size) { return py::cast(blocks.all(size)); }
 
-// Slices of dimension 0, rank by rank.
-py::object splits_of(const Blocks& blocks, int size) {
+// Returns the number of slices of dimension 0, rank by rank.
+py::object split_sizes(const RankTensors& blocks, int size) {
   std::vector<int64_t> splits;
   for (const auto& part : blocks.parts) splits.push_back(part.size(0));
   if (splits.empty()) splits.assign(size, blocks.flat.size(0) / size);
@@ -51,7 +51,7 @@ Arguments arguments_of(const Call& call, int size) {
     case OpName::all_gather:
     case OpName::all_gather_v:
     case OpName::gather:
-      add("output", list_of(call.out, size));
+      add("output", block_list(call.out, size));
       add("input", py::cast(call.tensor));
       break;
     case OpName::all_gather_single:
@@ -63,15 +63,15 @@ Arguments arguments_of(const Call& call, int size) {
     case OpName::reduce_scatter_v:
     case OpName::scatter:
       add("output", py::cast(call.tensor));
-      add("input", list_of(call.in, size));
+      add("input", block_list(call.in, size));
       break;
     case OpName::reduce_scatter_single:
       add("output", py::cast(call.tensor));
       add("input", py::cast(call.in.flat));
       break;
     case OpName::all_to_all:
-      add("output", list_of(call.out, size));
-      add("input", list_of(call.in, size));
+      add("output", block_list(call.out, size));
+      add("input", block_list(call.in, size));
       break;
     case OpName::all_to_all_single:
       add("output", py::cast(call.out.flat));
@@ -80,8 +80,8 @@ Arguments arguments_of(const Call& call, int size) {
     case OpName::all_to_all_v_single:
       add("output", py::cast(call.out.flat));
       add("input", py::cast(call.in.flat));
-      add("output_split_sizes", splits_of(call.out, size));
-      add("input_split_sizes", splits_of(call.in, size));
+      add("output_split_sizes", split_sizes(call.out, size));
+      add("input_split_sizes", split_sizes(call.in, size));
       break;
     case OpName::batch_op_issue:
       add("ops", py::cast(call.p2p));

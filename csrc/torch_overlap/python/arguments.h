@@ -10,9 +10,9 @@
 
 namespace torch_overlap::python {
 
-// The arguments of a call as the user's method has them, in its order, under the names that hooks
-// use: `tensor`, or `input` and `output`; `peer` or `root`; `op`; split sizes; `ops`; `async_op`.
-// Lists are in rank order; their members may be flat views of what the user passed.
+// The arguments of a call in the order of the user's method, under the names that hooks use:
+// `tensor`, or `input` and `output`; `peer` or `root`; `op`; split sizes; `ops`; `async_op`. Lists
+// are in rank order. Their elements may be flat views of the user's tensors.
 using Arguments = std::vector<std::pair<const char*, pybind11::object>>;
 Arguments arguments_of(const Call& call, int size);
 

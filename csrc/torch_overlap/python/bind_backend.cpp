@@ -21,7 +21,7 @@ void register_py_backend(const std::string& name, py::type type) {
 
 void register_backends(py::module_& module) {
   module.def("built_backends", &registered_backends,
-             "The names of the backends that new_comm knows now.");
+             "Returns the names of the backends that new_comm accepts now.");
   module.def("_register_backend", &register_py_backend, py::arg("name"), py::arg("backend_class"));
 }
 

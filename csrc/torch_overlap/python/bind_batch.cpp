@@ -17,14 +17,14 @@ void register_batch(py::module_& module) {
         return P2POp{type, tensor, to_int("P2POp", "peer", peer)};
       }))
       .def_readonly("type", &P2POp::type, "SEND or RECV.")
-      .def_readonly("tensor", &P2POp::tensor, "What is sent, or written to.")
-      .def_readonly("peer", &P2POp::peer, "The rank at the other end.");
+      .def_readonly("tensor", &P2POp::tensor, "The tensor that is sent, or received into.")
+      .def_readonly("peer", &P2POp::peer, "The peer's rank.");
 
   py::class_<BatchSendRecv, std::shared_ptr<BatchSendRecv>>(
       module, "BatchSendRecv",
-      "Sends and receives that are issued at once, none waiting for another: any pattern that "
-      "matches over the ranks "
-      "ends. Made by TorchComm.batch_op_create(); empty again after issue().",
+      "A batch of sends and receives that are issued together. None waits for another, so any "
+      "pattern that matches across the ranks completes. TorchComm.batch_op_create() makes it; "
+      "issue() empties it.",
       py::release_gil_before_calling_cpp_dtor())
       .def("_send", [](BatchSendRecv& self, const at::Tensor& tensor,
                        int64_t dst) { self.send(tensor, to_int("send", "dst", dst)); })
@@ -39,7 +39,8 @@ void register_batch(py::module_& module) {
                  to_options<BatchP2POptions>("batch_op_issue", hints, timeout, options);
              return without_gil([&] { return self.issue(is_async, merged); });
            })
-      .def_property_readonly("ops", &BatchSendRecv::ops, "What was added, as a list of P2POp.");
+      .def_property_readonly("ops", &BatchSendRecv::ops,
+                             "List of the P2POps that were added since the last issue().");
 
   py::class_<TorchComm, std::shared_ptr<TorchComm>>(module.attr("TorchComm"))
       .def("_batch_op_create", [](const std::shared_ptr<TorchComm>& self) {

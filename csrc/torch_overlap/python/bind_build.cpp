@@ -19,7 +19,7 @@ py::dict build() {
   return out;
 }
 
-// The launcher's variables as a dict; None where it has set none.
+// Returns the launcher's variables as a dict; None if the launcher set none.
 py::object read_launcher() {
   const auto launcher = Env::launcher();
   if (!launcher) return py::none();
@@ -31,7 +31,7 @@ py::object read_launcher() {
 
 void register_build(py::module_& module) {
   module.attr("build_config") = build();
-  // The variables of base/env.h that Python needs, as they are now.
+  // Current values of the variables of base/env.h that Python needs.
   auto env = module.def_submodule("_env");
   env.def("abort_on_error", &Env::abort_on_error);
   env.def("timeout", [] { return from_timeout(Env::timeout()); });
@@ -40,7 +40,7 @@ void register_build(py::module_& module) {
   env.def("master_port", &Env::master_port);
   env.def("serialization", &Env::serialization);
   env.def("tune_cache", &Env::tune_cache);
-  module.def("_streams_made", [] { return streams_made().load(); });
+  module.def("_streams_made", [] { return num_streams_created().load(); });
 }
 
 }  // namespace torch_overlap::python

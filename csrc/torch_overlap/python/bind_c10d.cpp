@@ -15,7 +15,7 @@ namespace py = pybind11;
 using WrapperPtr = c10::intrusive_ptr<BackendWrapper>;
 using OptionsPtr = c10::intrusive_ptr<BackendOptions>;
 
-// Rank and size of the group come from c10d, not from the environment.
+// The group's rank and size come from c10d, not from the environment.
 WrapperPtr make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                       const std::string& group_name, std::chrono::milliseconds timeout,
                       const std::optional<OptionsPtr>& options) {
@@ -55,17 +55,25 @@ BackendWrapper::CommPtr comm_of(BackendWrapper& self, std::optional<c10::Device>
 }
 
 constexpr const char* kOptionsDoc =
-    R"(pg_options of init_process_group and new_group with backend "torch_overlap".
+    R"(pg_options of init_process_group and new_group for the backend "torch_overlap".
 
-backends: the communicator backend of each device type; by default {"cpu": "gloo", "cuda": "nccl"}. Without "cpu"
-    no CPU communicator is made.
-hints, is_high_priority_stream, abort_process_on_timeout_or_error: as in torch_overlap.new_comm.
-timeout: what DeviceMesh passes on to the groups that it makes; init_process_group and new_group have their own.)";
+Args:
+    backends: dict of the communicator backend by device type. Default:
+        {"cpu": "gloo", "cuda": "nccl"}. Device types without an entry are refused; without "cpu"
+        the group creates no CPU communicator.
+    hints, is_high_priority_stream, abort_process_on_timeout_or_error: as in torch_overlap.new_comm.
+    timeout: timedelta that DeviceMesh passes to the groups that it creates. init_process_group and
+        new_group have a timeout of their own, which overrides this one.
+
+Raises:
+    InvalidTypeError: an argument does not have the documented type.
+    InvalidValueError: timeout is negative.)";
 
 constexpr const char* kWrapperDoc =
-    R"(torch.distributed's backend "torch_overlap", or one process group's end over an existing communicator.
+    R"(The torch.distributed backend "torch_overlap": this rank's part of one process group.
 
-Register it with ProcessGroup._register_backend. shutdown() finalizes the communicator, if nobody has.)";
+The constructor wraps an existing communicator; ProcessGroup._register_backend registers the
+wrapper. shutdown() finalizes the communicator unless it is finalized already.)";
 
 }  // namespace
 
@@ -78,28 +86,29 @@ void register_c10d(py::module_& module) {
           [](BackendOptions& self, const py::object& backends) {
             self.backends = to_hints(kOptions, backends, "backends");
           },
-          "The communicator's backend by device type, as a copy: assign a dict to change it.")
+          "Communicator backend by device type, as a copy. Assign a dict to change it.")
       .def_property(
           "hints", [](const BackendOptions& self) { return self.comm.hints; },
           [](BackendOptions& self, const py::object& hints) {
             self.comm.hints = to_hints(kOptions, hints);
           },
-          "Backend-specific strings, as a copy: assign a dict to change them.")
+          "Backend-specific strings, as a copy. Assign a dict to change them.")
       .def_property(
           "is_high_priority_stream",
           [](const BackendOptions& self) { return self.comm.is_high_priority_stream; },
           [](BackendOptions& self, const py::object& value) {
             self.comm.is_high_priority_stream = to_bool_or_none(kOptions, kPriority, value);
           },
-          "Whether asynchronous operations run on a CUDA stream of high priority; None: new_comm's "
-          "default.")
+          "True if asynchronous operations run on a high-priority CUDA stream. None selects the "
+          "default of new_comm.")
       .def_property(
           "abort_process_on_timeout_or_error",
           [](const BackendOptions& self) { return self.comm.abort_process_on_timeout_or_error; },
           [](BackendOptions& self, const py::object& value) {
             self.comm.abort_process_on_timeout_or_error = to_bool_or_none(kOptions, kAbort, value);
           },
-          "Whether a timeout or an asynchronous error ends the process; None: new_comm's default.")
+          "True if a timeout or an asynchronous error ends the process. None selects the default "
+          "of new_comm.")
       // split_group copies its parent's options.
       .def("__copy__",
            [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })
@@ -115,7 +124,7 @@ void register_c10d(py::module_& module) {
       .def(py::init([](BackendWrapper::CommPtr comm) {
              return c10::make_intrusive<BackendWrapper>(std::move(comm));
            }),
-           // With the lock: what pybind11 does with the new object belongs to the call.
+           // The GIL is kept: a call guard would also cover pybind11's handling of the new object.
            py::arg().none(false))
       .def_static("_make_group", &make_group, py::call_guard<py::gil_scoped_release>(),
                   py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("group_name"),
@@ -125,8 +134,8 @@ void register_c10d(py::module_& module) {
       .def_property_readonly("_store", &BackendWrapper::store)
       .def("split", &BackendWrapper::split, py::call_guard<py::gil_scoped_release>(),
            py::arg("store"), py::arg("ranks"), py::arg("options"))
-      // With a bound device, new_group calls this on the ranks that are not in the new group. That
-      // group is made from the store, so they have nothing to do.
+      // With a bound device, new_group calls this on the ranks that are not in the new group. The
+      // new group is created from the store, so this is a no-op.
       .def("perform_nocolor_split", [](BackendWrapper&, const c10::Device&) {}, py::arg("device"));
 }
 

@@ -7,11 +7,11 @@ namespace {
 
 using at::Tensor;
 using Tensors = std::vector<at::Tensor>;
-// None on the ranks that give or get nothing.
+// None on ranks that have no input or output.
 using MaybeTensor = std::optional<at::Tensor>;
 using MaybeTensors = std::optional<Tensors>;
 
-// Runs an operation without the GIL, with its options if there are any: most calls have none.
+// Runs an operation without the GIL. Options are built only if there are any: most calls have none.
 template <typename Options, typename Operation>
 WorkPtr run(std::string_view op, const py::handle& async_op, const py::handle& hints,
             const py::handle& timeout, const py::handle& options, const Operation& operation) {

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "torch_overlap/comm/direct.h"
+#include "torch_overlap/collectives/select.h"
 #include "torch_overlap/comm/registry.h"
 #include "torch_overlap/comm/shutdown.h"
 #include "torch_overlap/comm/torch_comm.h"
@@ -24,8 +24,8 @@ CommPtr new_comm(const std::string& backend, c10::Device device,
   return without_gil([&] { return TorchComm::create(backend, device, name, options, who); });
 }
 
-// No thread of a communicator may use Python once the interpreter ends. Returns the names of those
-// that were left.
+// Aborts all communicators, because no thread of theirs may use Python once the interpreter ends.
+// Returns the names of those that were neither finalized nor aborted before.
 std::vector<std::string> abort_all() {
   std::vector<std::string> names;
   for (const CommPtr& comm : live_comms()) {
@@ -33,7 +33,7 @@ std::vector<std::string> abort_all() {
     names.push_back(comm->name());
     try {
       comm->abort();
-    } catch (const std::exception& error) {  // of a backend written in Python
+    } catch (const std::exception& error) {  // raised by a backend written in Python
       TORCH_WARN("communicator '", comm->name(), "': abort failed: ", error.what());
     }
   }
@@ -59,8 +59,8 @@ CommOptions options_of(const TorchComm& comm) {
   out.name = comm.name();
   out.hints = from.hints;
   if (from.check_mismatch) out.hints["check_mismatch"] = "true";
-  if (from.direct != DirectMode::automatic) {
-    out.hints[std::string(kDirectHint)] = to_string(from.direct);
+  if (from.custom_collectives != CollectiveMode::automatic) {
+    out.hints[std::string(kCustomCollectivesHint)] = to_string(from.custom_collectives);
   }
   return out;
 }
@@ -72,31 +72,35 @@ std::string repr(const TorchComm& comm) {
 }
 
 constexpr const char* kCommDoc =
-    R"(One rank's end of a group that communicates. new_comm() and split() make it, collectively.
+    R"(A communicator of a group of ranks. new_comm() and split() create it, collectively.
 
-Streams (CUDA). async_op=False: the operation runs on the current stream; the host does not wait. async_op=True: it
-runs on the communicator's own stream, after everything that is on the current stream now, and TorchWork.wait()
-orders the current stream after it. CPU: async_op=False returns when the operation is done; async_op=True runs it in
-the background. Either way a TorchWork comes back.
+Streams (CUDA): with async_op=False the operation runs on the current stream, and the host does not
+wait. With async_op=True it runs on the communicator's own stream, after all work that is already on
+the current stream; TorchWork.wait() makes the current stream wait for it. CPU: with async_op=False
+the call returns when the operation is done; with async_op=True the operation runs in the
+background. Every operation returns a TorchWork.
 
-Tensors are contiguous and on the communicator's device. Mistakes raise InvalidValueError or InvalidTypeError (also
-ValueError, TypeError and RuntimeError) before anything is sent, and leave the communicator usable. All ranks issue
-collectives in the same order. Any thread may call; blocking calls release the GIL.
+Tensors must be contiguous and on the communicator's device. Invalid arguments raise
+InvalidValueError or InvalidTypeError (which are also ValueError and TypeError, and RuntimeError)
+before anything is sent; the communicator stays usable. All ranks must issue collectives in the same
+order. All methods are thread-safe; blocking calls release the GIL.
 
-Autograd records nothing (torch_overlap.ops has operators that it does record). A tensor that is written gets another
-version, so that a backward which saved it raises. A leaf that requires a gradient is taken, as in torch.distributed.
+Autograd does not record these operations (torch_overlap.ops has operators that it records). Every
+tensor that is written gets a new version, so that a backward that saved it raises. Leaves that
+require a gradient are accepted, as in torch.distributed.
 
-Every operation takes hints= (dict of strings), timeout= (timedelta) and options= (its Options class), in ascending
-order of precedence: communicator, options, keyword.
+Every operation accepts hints= (a dict of strings), timeout= (a timedelta) and options= (an object
+of its Options class). Keywords override options, which override the communicator's settings.
 
-As a context manager it finalizes at the end, or aborts when the block raised.)";
+Used as a context manager, the communicator is finalized at the end of the block, or aborted if the
+block raised.)";
 
 }  // namespace
 
 void register_comm(py::module_& module) {
   py::native_enum<OpName> names(module, "OpName", "enum.Enum",
-                                "The operations, as hooks and errors name them.");
-  for (size_t i = 0; i < kOpNames; ++i) {
+                                "Names of the operations in hooks and errors.");
+  for (size_t i = 0; i < kNumOpNames; ++i) {
     const auto name = static_cast<OpName>(i);
     names.value(std::string(to_string(name)).c_str(), name);
   }
@@ -104,8 +108,8 @@ void register_comm(py::module_& module) {
 
   py::class_<TorchComm, CommPtr>(module, "TorchComm", kCommDoc,
                                  py::release_gil_before_calling_cpp_dtor())
-      // Equal to itself only. Said here because torch.compile takes constants of a class that says
-      // so.
+      // An object is equal to itself only. Defined explicitly because torch.compile accepts
+      // constants of a class that defines __eq__.
       .def(
           "__eq__", [](const py::handle& self, const py::handle& other) { return self.is(other); },
           py::is_operator())
@@ -136,7 +140,7 @@ void register_comm(py::module_& module) {
       .def("_is_aborted", &TorchComm::is_aborted)
       .def("_is_finalized", &TorchComm::is_finalized)
       .def("__copy__", [](const py::object& self) { return self; })
-      .def("__deepcopy__", &deep_copy_is_itself, py::arg("memo"))
+      .def("__deepcopy__", &deepcopy_as_self, py::arg("memo"))
       .def("__enter__", [](const py::object& self) { return self; })
       .def("__exit__",
            [](TorchComm& self, const py::object& type, const py::object&, const py::object&) {
@@ -149,9 +153,10 @@ void register_comm(py::module_& module) {
 
   module.def("_new_comm", &new_comm, py::arg("backend"), py::arg("device"), py::arg("name"),
              py::arg("options"), py::arg("rank"), py::arg("size"));
-  module.def("_refuse_capture",
-             [](std::string_view op, const TorchComm& comm) { refuse_capture(op, comm.device()); });
-  // One call for what operators take of a communicator.
+  module.def("_refuse_capture", [](std::string_view op, const TorchComm& comm) {
+    check_not_capturing(op, comm.device());
+  });
+  // One call returns everything that operators need of a communicator.
   module.def("_name_and_size", [](std::string_view op, const TorchComm& comm) {
     comm.require_not_finalized(op);
     return std::pair<std::string_view, int>(comm.name(), comm.size());
@@ -159,7 +164,7 @@ void register_comm(py::module_& module) {
   module.def("_abort_all", &abort_all, py::call_guard<py::gil_scoped_release>());
   module.def("_get_comm", &get_comm, py::call_guard<py::gil_scoped_release>());
   module.def("comm_names", &comm_names, py::call_guard<py::gil_scoped_release>(),
-             "The names of the live communicators of this process.");
+             "Returns the names of the live communicators of this process.");
 }
 
 }  // namespace torch_overlap::python

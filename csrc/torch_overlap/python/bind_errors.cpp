@@ -14,27 +14,29 @@ namespace {
 struct ErrorClass {
   ErrorKind kind;
   const char* name;
-  PyObject** builtin;  // its second base, so that `except ValueError` catches it as well
+  PyObject** builtin;  // second base class, so that `except ValueError` catches it
   const char* doc;
 };
 
-const std::array<ErrorClass, 5> kClasses{{
+const std::array<ErrorClass, 5> kErrorClasses{{
     {ErrorKind::kValue, "InvalidValueError", &PyExc_ValueError,
-     "A wrong value: a shape, size, rank or name. Nothing was sent; the communicator stays "
-     "usable."},
+     "An argument has an invalid value: a shape, size, rank or name. Nothing was sent; the "
+     "communicator stays usable."},
     {ErrorKind::kType, "InvalidTypeError", &PyExc_TypeError,
-     "A wrong type: dtype, device or argument. Nothing was sent; the communicator stays usable."},
+     "An argument has an invalid type, or a tensor an invalid dtype or device. Nothing was sent; "
+     "the communicator stays usable."},
     {ErrorKind::kTimeout, "OperationTimeoutError", &PyExc_TimeoutError,
-     "Another rank did not come in time."},
+     "Another rank did not arrive before the timeout."},
     {ErrorKind::kUnsupported, "UnsupportedError", &PyExc_NotImplementedError,
-     "This backend, dtype or library version cannot do it."},
+     "The backend, dtype or library version does not support the operation."},
     {ErrorKind::kState, "StateError", nullptr, "The communicator was finalized or aborted."},
 }};
 
-// By kind; kRuntime is Error itself. Owned by the module, which is never unloaded.
-std::array<PyObject*, 7> classes{};
+// Indexed by kind; kRuntime is Error itself. Owned by the module, which is never unloaded.
+std::array<PyObject*, 7> error_classes{};
 
-PyObject* make_class(py::module_& module, const char* name, py::handle bases, const char* doc) {
+PyObject* make_error_class(py::module_& module, const char* name, py::handle bases,
+                           const char* doc) {
   const std::string qualified = std::string("torch_overlap.") + name;
   PyObject* made = PyErr_NewExceptionWithDoc(qualified.c_str(), doc, bases.ptr(), nullptr);
   if (made == nullptr) throw py::error_already_set();
@@ -42,10 +44,10 @@ PyObject* make_class(py::module_& module, const char* name, py::handle bases, co
   return made;
 }
 
-// An Error as torch's exceptions are: torch asks it for its class wherever it comes to Python.
+// An Error as a torch exception: torch asks it for its Python class when it reaches Python.
 struct TorchError final : torch::PyTorchError {
   explicit TorchError(const Error& error) : torch::PyTorchError(error.what()), kind(error.kind()) {}
-  PyObject* python_type() override { return class_of(kind).ptr(); }
+  PyObject* python_type() override { return error_class_of(kind).ptr(); }
 
   ErrorKind kind;
 };
@@ -61,31 +63,32 @@ struct TorchError final : torch::PyTorchError {
 
 }  // namespace
 
-py::handle class_of(ErrorKind kind) { return classes.at(static_cast<size_t>(kind)); }
+py::handle error_class_of(ErrorKind kind) { return error_classes.at(static_cast<size_t>(kind)); }
 
 void register_errors(py::module_& module) {
-  PyObject* base =
-      make_class(module, "Error", PyExc_RuntimeError,
-                 "What torch_overlap raises, itself when a library or another rank failed.");
-  classes.fill(base);
-  for (const ErrorClass& entry : kClasses) {
+  PyObject* base = make_error_class(module, "Error", PyExc_RuntimeError,
+                                    "Base class of the exceptions of torch_overlap. Raised itself "
+                                    "if a library or another rank failed.");
+  error_classes.fill(base);
+  for (const ErrorClass& entry : kErrorClasses) {
     py::tuple bases = py::make_tuple(py::handle(base));
     if (entry.builtin != nullptr) {
       bases = py::make_tuple(py::handle(base), py::handle(*entry.builtin));
     }
-    classes.at(static_cast<size_t>(entry.kind)) = make_class(module, entry.name, bases, entry.doc);
+    error_classes.at(static_cast<size_t>(entry.kind)) =
+        make_error_class(module, entry.name, bases, entry.doc);
   }
-  classes.at(static_cast<size_t>(ErrorKind::kInterrupted)) = PyExc_KeyboardInterrupt;
-  set_throw_counterpart(&throw_counterpart);
+  error_classes.at(static_cast<size_t>(ErrorKind::kInterrupted)) = PyExc_KeyboardInterrupt;
+  set_exception_translator(&throw_counterpart);
   watch_signals();
-  // Errors of bindings come as they are, those of operators as TorchError, wherever torch leaves
-  // them to pybind: so in pybind's shared state.
+  // Bindings throw Error. Operators throw TorchError, which may reach pybind's translators from
+  // torch's bindings, so the translator is registered in pybind's shared state.
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
     } catch (const Error& ours) {
       if (ours.kind() == ErrorKind::kInterrupted) return restore_interrupt();
-      PyErr_SetString(class_of(ours.kind()).ptr(), ours.what());
+      PyErr_SetString(error_class_of(ours.kind()).ptr(), ours.what());
     } catch (TorchError& ours) {
       PyErr_SetString(ours.python_type(), ours.what());
     }

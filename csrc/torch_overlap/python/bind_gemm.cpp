@@ -7,7 +7,7 @@
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
 
-// Documented in torch_overlap/gemm.py.
+// torch_overlap/gemm.py documents these bindings.
 namespace torch_overlap::python {
 namespace {
 
@@ -20,17 +20,17 @@ OptionalTensor or_none(const at::Tensor& tensor) {
 }
 
 template <at::Tensor GemmOperand::* member>
-OptionalTensor of_operand(const GemmOperand& operand) {
+OptionalTensor get_operand_tensor(const GemmOperand& operand) {
   return or_none(operand.*member);
 }
 
 template <at::Tensor GemmArgs::* member>
-OptionalTensor of_args(const GemmArgs& args) {
+OptionalTensor get_args_tensor(const GemmArgs& args) {
   return or_none(args.*member);
 }
 
 template <at::Tensor GemmEpilogue::* member>
-OptionalTensor of_epilogue(const GemmArgs& args) {
+OptionalTensor get_epilogue_tensor(const GemmArgs& args) {
   return or_none(args.epilogue.*member);
 }
 
@@ -82,44 +82,82 @@ py::dict statistics() {
 }
 
 constexpr const char* kOperandDoc =
-    R"(One matrix of a product. Nothing is checked or copied until the product is computed.
+    R"(One matrix of a product. Nothing is validated or copied until the product is computed.
 
-data: [rows, columns], rows contiguous; they may be part of longer ones. transposed: the product takes data^T.
-scaling: a ScalingMode; 8-bit data is value = data * scale_inv. scale_inv: with one factor for the tensor a float32 of one
-element; else of the matrix [rows, k] as it is multiplied, [rows, blocks along k] (128 x 128: [blocks of rows, blocks
-along k]), float32, for MXFP8 the bytes of powers of two (float8_e8m0fnu or uint8), which `swizzled` says are in the order
-of the tensor cores. columnwise_data, columnwise_scale_inv: data^T, contiguous, quantized along its own rows, which is
-read where the rows of data do not run along k.
+Args:
+    data: tensor [rows, columns] with contiguous rows (stride(1) == 1). The row stride may exceed
+        the row length.
+    transposed: if True, the product uses data^T.
+    scaling: a ScalingMode. The value of 8-bit data is data * scale_inv.
+    scale_inv: inverse scales. With tensor scaling: one float32. Otherwise [rows, blocks along k] of
+        the matrix [rows, k] as it is multiplied (ROW_SCALING: [rows, 1]; BLOCK_2D_SCALING: [blocks
+        of rows, blocks along k]): float32, or for MXFP8 powers of two as bytes (float8_e8m0fnu or
+        uint8).
+    swizzled: if True, scale_inv is in the swizzled order of the tensor cores. MXFP8 only.
+    columnwise_data: data^T, contiguous, quantized along its own rows. It is read instead of data if
+        the rows of data do not run along k.
+    columnwise_scale_inv: inverse scales of columnwise_data. With tensor scaling it may be omitted.
 
-InvalidValueError for a number that is no ScalingMode.)";
+Raises:
+    InvalidValueError: scaling is not a ScalingMode.)";
 
 constexpr const char* kArgsDoc =
-    R"(One product, out [m, n] = epilogue(op(lhs) [m, k] @ op(rhs) [k, n]), as a value: torch_overlap.gemm.gemm computes it.
+    R"(The arguments of one product: out [m, n] = epilogue(op(lhs) [m, k] @ op(rhs) [k, n]).
 
-dtypes, alignment and errors: see gemm. Everything is computed in float32 (float64) and rounded once. Vectors and
-matrices of the epilogue are float32, float16 or bfloat16 (float64 with such operands), of unit stride in their last
-dimension; each is optional:
+torch_overlap.gemm.gemm computes it, and documents dtypes, alignment and errors. Everything is
+computed in float32 (float64 for float64 operands) and rounded once. Vectors and matrices of the
+epilogue are float32, float16 or bfloat16 (float64 for float64 operands), with unit stride in their
+last dimension. Each is optional.
 
-bias [n] is added; gelu: GELU (tanh form) follows, and pre_gelu_out [m, n] becomes what it is taken of.
-gelu_input [m, n]: the product is multiplied with the derivative of GELU there; not with bias or gelu.
-bias_grad: becomes the gradient of a bias; with gelu_input [n], the sum of the rows of what is put in out without a
-    residual, else [m], the sum of op(lhs) over k.
-residual [m, n], of out's dtype, is added behind all of that; accumulate: what out holds is. Not for 8-bit out.
-use_split_accumulator: 8-bit operands on Hopper promote partial sums to float32 as they grow: slower, more exact.
-out_scale, out_amax: one float32 each, for 8-bit out = value * out_scale; out_amax becomes the largest |value|.
-sm_target: how many SMs the product is made for; 0: all.
-workspace: contiguous memory for the library; None: a cached one of the device and stream.)";
+Args:
+    lhs: GemmOperand on the left.
+    rhs: GemmOperand on the right.
+    out: tensor [m, n] that is written, with contiguous rows. It may be a view.
+    bias: [n], added to the product.
+    gelu: if True, applies GELU (tanh form) after the bias.
+    pre_gelu_out: [m, n], receives the input of GELU.
+    gelu_input: [m, n]; the product is multiplied by the derivative of GELU at this input. Not with
+        bias or gelu.
+    bias_grad: receives the gradient of a bias. With gelu_input: [n], the sum of the rows of the
+        result without the residual. Otherwise: [m], the sum of op(lhs) over k.
+    residual: [m, n], of out's dtype, added after the rest of the epilogue. Not for 8-bit out.
+    accumulate: if True, adds to the content of out. Not for 8-bit out.
+    use_split_accumulator: if True, partial sums of 8-bit operands on Hopper are promoted to
+        float32: slower, more accurate.
+    out_scale: one float32, for 8-bit out = value * out_scale.
+    out_amax: one float32, receives the largest |value| of an 8-bit out.
+    sm_target: number of SMs that the product is planned for; 0 means all.
+    workspace: contiguous memory for the library. None selects the cached workspace of the device
+        and stream.)";
 
 constexpr const char* kRowsDoc =
-    R"(The product of the rows [begin, begin + length) of out, and so of op(lhs): views, nothing is copied or computed.
+    R"(Returns the product of the rows [begin, begin + length) of out.
 
-Raises: InvalidValueError for rows outside of out; UnsupportedError where they cannot be cut: scales that are swizzled or
-of 128 x 128 blocks away from multiples of 128, out_amax, bias_grad with gelu_input; and what gemm raises.)";
+These are the rows of op(lhs), too. The tensors are views: nothing is copied or computed.
+
+Args:
+    begin: the first row.
+    length: number of rows.
+
+Raises:
+    InvalidValueError: the range is not within out.
+    UnsupportedError: the product cannot be cut there: scales that are swizzled, or of 128 x 128
+        blocks, anywhere but at multiples of 128; out_amax; bias_grad with gelu_input.
+    The errors of torch_overlap.gemm.gemm.)";
 
 constexpr const char* kColumnsDoc =
-    R"(The product of the columns [begin, begin + length) of out, and so of op(rhs) and the bias: views, nothing is computed.
+    R"(Returns the product of the columns [begin, begin + length) of out.
 
-A bias_grad without gelu_input stays with the columns that begin at 0. Raises as rows() does, but takes bias_grad.)";
+These are the columns of op(rhs) and of the bias, too. The tensors are views: nothing is copied or
+computed. Without gelu_input, bias_grad is the same for all columns, and only the product of the
+columns that begin at 0 has it.
+
+Args:
+    begin: the first column.
+    length: number of columns.
+
+Raises:
+    The errors of rows(), except that bias_grad with gelu_input is supported.)";
 
 void bind_operand(py::module_& module) {
   py::class_<GemmOperand>(module, "GemmOperand", kOperandDoc)
@@ -128,18 +166,18 @@ void bind_operand(py::module_& module) {
            py::arg("swizzled") = false, py::arg("columnwise_data") = py::none(),
            py::arg("columnwise_scale_inv") = py::none())
       .def_readonly("data", &GemmOperand::data,
-                    "The matrix: 2 dimensions, rows contiguous (stride(1) == 1).")
-      .def_readonly("transposed", &GemmOperand::transposed, "Whether the product takes data^T.")
-      .def_readonly("scaling", &GemmOperand::scaling, "The ScalingMode of 8-bit data.")
+                    "Tensor [rows, columns] with contiguous rows (stride(1) == 1).")
+      .def_readonly("transposed", &GemmOperand::transposed, "True if the product uses data^T.")
+      .def_readonly("scaling", &GemmOperand::scaling, "ScalingMode of 8-bit data.")
       .def_readonly("swizzled", &GemmOperand::swizzled,
-                    "MXFP8: whether scale_inv is in the order that the tensor cores read.")
-      .def_property_readonly("scale_inv", &of_operand<&GemmOperand::scale_inv>,
-                             "Its factors, or None.")
-      .def_property_readonly("columnwise_data", &of_operand<&GemmOperand::columnwise_data>,
+                    "True if MXFP8 scale_inv is in the swizzled order of the tensor cores.")
+      .def_property_readonly("scale_inv", &get_operand_tensor<&GemmOperand::scale_inv>,
+                             "Inverse scales of data, or None.")
+      .def_property_readonly("columnwise_data", &get_operand_tensor<&GemmOperand::columnwise_data>,
                              "data^T, quantized along its own rows, or None.")
       .def_property_readonly("columnwise_scale_inv",
-                             &of_operand<&GemmOperand::columnwise_scale_inv>,
-                             "The factors of columnwise_data, or None.");
+                             &get_operand_tensor<&GemmOperand::columnwise_scale_inv>,
+                             "Inverse scales of columnwise_data, or None.");
 }
 
 void bind_args(py::module_& module) {
@@ -151,35 +189,35 @@ void bind_args(py::module_& module) {
            py::arg("accumulate") = false, py::arg("use_split_accumulator") = false,
            py::arg("out_scale") = py::none(), py::arg("out_amax") = py::none(),
            py::arg("sm_target") = 0, py::arg("workspace") = py::none())
-      .def_readonly("lhs", &GemmArgs::lhs, "The GemmOperand on the left.")
-      .def_readonly("rhs", &GemmArgs::rhs, "The GemmOperand on the right.")
-      .def_readonly("out", &GemmArgs::out, "What is written, [m, n].")
-      .def_property_readonly("bias", &of_epilogue<&GemmEpilogue::bias>,
-                             "What is added, [n], or None.")
+      .def_readonly("lhs", &GemmArgs::lhs, "GemmOperand on the left.")
+      .def_readonly("rhs", &GemmArgs::rhs, "GemmOperand on the right.")
+      .def_readonly("out", &GemmArgs::out, "Output tensor, [m, n].")
+      .def_property_readonly("bias", &get_epilogue_tensor<&GemmEpilogue::bias>,
+                             "Bias that is added to the product, [n], or None.")
       .def_property_readonly(
           "gelu", [](const GemmArgs& args) { return args.epilogue.gelu; },
-          "Whether GELU (tanh form) follows the bias.")
-      .def_property_readonly("pre_gelu_out", &of_epilogue<&GemmEpilogue::pre_gelu_out>,
-                             "Becomes what GELU is taken of, [m, n]; or None.")
-      .def_property_readonly("gelu_input", &of_epilogue<&GemmEpilogue::gelu_input>,
-                             "Where the derivative of GELU is taken, [m, n]; or None.")
+          "True if GELU (tanh form) is applied after the bias.")
+      .def_property_readonly("pre_gelu_out", &get_epilogue_tensor<&GemmEpilogue::pre_gelu_out>,
+                             "Receives the input of GELU, [m, n]; or None.")
+      .def_property_readonly("gelu_input", &get_epilogue_tensor<&GemmEpilogue::gelu_input>,
+                             "Input at which the derivative of GELU is evaluated, [m, n]; or None.")
       .def_property_readonly(
-          "bias_grad", &of_epilogue<&GemmEpilogue::bias_grad>,
-          "Becomes the gradient of a bias, [n] with gelu_input, else [m]; or None.")
-      .def_property_readonly("residual", &of_epilogue<&GemmEpilogue::residual>,
-                             "What is added behind the epilogue, [m, n]; or None.")
+          "bias_grad", &get_epilogue_tensor<&GemmEpilogue::bias_grad>,
+          "Receives the gradient of a bias, [n] with gelu_input, otherwise [m]; or None.")
+      .def_property_readonly("residual", &get_epilogue_tensor<&GemmEpilogue::residual>,
+                             "Matrix that is added after the epilogue, [m, n]; or None.")
       .def_readonly("accumulate", &GemmArgs::accumulate,
-                    "Whether the result is added to what out holds.")
+                    "True if the result is added to the content of out.")
       .def_readonly("use_split_accumulator", &GemmArgs::use_split_accumulator,
-                    "Whether partial sums of 8-bit operands are promoted to float32 as they grow.")
-      .def_property_readonly("out_scale", &of_args<&GemmArgs::out_scale>,
-                             "The factor of an 8-bit out, or None.")
-      .def_property_readonly("out_amax", &of_args<&GemmArgs::out_amax>,
-                             "Becomes the largest |value| of an 8-bit out; or None.")
+                    "True if partial sums of 8-bit operands are promoted to float32 (Hopper).")
+      .def_property_readonly("out_scale", &get_args_tensor<&GemmArgs::out_scale>,
+                             "Scale of an 8-bit out, one float32; or None.")
+      .def_property_readonly("out_amax", &get_args_tensor<&GemmArgs::out_amax>,
+                             "Receives the largest |value| of an 8-bit out, one float32; or None.")
       .def_readonly("sm_target", &GemmArgs::sm_target,
-                    "How many SMs the product is made for; 0: all.")
-      .def_property_readonly("workspace", &of_args<&GemmArgs::workspace>,
-                             "Memory for the library, or None.")
+                    "Number of SMs that the product is planned for; 0 means all.")
+      .def_property_readonly("workspace", &get_args_tensor<&GemmArgs::workspace>,
+                             "Contiguous memory for the library, or None for the cached workspace.")
       .def(
           "rows",
           [](const GemmArgs& args, int64_t begin, int64_t length) {
@@ -197,8 +235,9 @@ void bind_args(py::module_& module) {
 }  // namespace
 
 void register_gemm(py::module_& module) {
-  py::native_enum<ScalingMode>(module, "ScalingMode", "enum.IntEnum",
-                               "How the 8-bit values of an operand are scaled.")
+  py::native_enum<ScalingMode>(
+      module, "ScalingMode", "enum.IntEnum",
+      "Scaling of the 8-bit values of an operand: value = data * scale_inv.")
       .value("NO_SCALING", ScalingMode::NO_SCALING)
       .value("DELAYED_TENSOR_SCALING", ScalingMode::DELAYED_TENSOR_SCALING)
       .value("MXFP8_1D_SCALING", ScalingMode::MXFP8_1D_SCALING)
@@ -207,7 +246,7 @@ void register_gemm(py::module_& module) {
       .value("BLOCK_2D_SCALING", ScalingMode::BLOCK_2D_SCALING)
       .value("ROW_SCALING", ScalingMode::ROW_SCALING)
       .finalize();
-  auto own = module.def_submodule("_gemm", "Products; see torch_overlap.gemm.");
+  auto own = module.def_submodule("_gemm", "Matrix products; torch_overlap.gemm documents them.");
   bind_operand(own);
   bind_args(own);
   own.def(

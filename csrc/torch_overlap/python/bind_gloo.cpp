@@ -5,7 +5,8 @@
 namespace torch_overlap::python {
 namespace {
 
-// factory(store, rank, size, timeout, hostname, interface) -> c10d Backend: torch_overlap/_gloo.py.
+// factory(store, rank, size, timeout, hostname, interface) -> c10d Backend; see
+// torch_overlap/_gloo.py.
 void set_factory(py::function factory) {
   set_gloo_factory([shared = share(std::move(factory))](const GlooRequest& request) {
     const py::gil_scoped_acquire gil;

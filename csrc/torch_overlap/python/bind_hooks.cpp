@@ -9,7 +9,8 @@ namespace {
 
 using CommPtr = std::shared_ptr<TorchComm>;
 
-// What a hook is given: an object of torch_overlap.hooks, made of the operation's arguments.
+// Returns the argument of a hook: an object of torch_overlap.hooks, built from the operation's
+// arguments.
 py::object make_pre_args(const HookEvent& event, int size) {
   py::dict fields;
   if (event.call != nullptr) {
@@ -61,8 +62,9 @@ RemovableHandle register_abort_hook(const CommPtr& comm, py::function callback) 
 }  // namespace
 
 void register_hooks(py::module_& module) {
-  py::class_<RemovableHandle>(module, "RemovableHandle",
-                              "A registered hook. Dropping the handle leaves the hook in.")
+  py::class_<RemovableHandle>(
+      module, "RemovableHandle",
+      "Handle of a registered hook. The hook stays registered if the handle is destroyed.")
       .def("_remove", &RemovableHandle::remove, py::call_guard<py::gil_scoped_release>());
 
   py::class_<TorchComm, CommPtr>(module.attr("TorchComm"))

@@ -45,7 +45,7 @@ Mesh make_mesh(const py::dict& axes, const std::optional<std::vector<int64_t>>& 
   return Mesh(std::move(list), ranks.value_or(std::vector<int64_t>()), ranks_per_host);
 }
 
-// What pickle keeps of a mesh: the links that were given, not those that ranks_per_host stands for.
+// Returns the pickled state of a mesh: the given links, not those derived from ranks_per_host.
 py::tuple mesh_state(const Mesh& mesh) {
   py::list axes;
   for (const Axis& axis : mesh.axes()) axes.append(py::make_tuple(axis.name, axis.size, axis.link));
@@ -118,7 +118,8 @@ AxisList to_axes(const Mesh& mesh, py::handle value) {
   if (py::isinstance<py::str>(value) || py::isinstance<AxisRef>(value)) {
     return {to_axis(mesh, value)};
   }
-  // The order of axes is part of a layout, and no two processes need agree on that of a set.
+  // The order of axes is part of a layout, and the iteration order of a set may differ between
+  // processes.
   const bool is_ordered = py::isinstance<py::iterable>(value) &&
                           !py::isinstance<py::anyset>(value) && !py::isinstance<py::dict>(value);
   TORCH_OVERLAP_CHECK(is_ordered, kType, "Layout: expected None, an axis or axes in order, got ",
@@ -145,10 +146,13 @@ std::vector<Partial> to_partial(const Mesh& mesh, py::handle value) {
 }
 
 void register_mesh_values(py::module_& module) {
-  py::class_<AxisRef>(module, "AxisRef", "A whole axis of a mesh, or the part `axis:(pre)size`.")
-      .def_readonly("axis", &AxisRef::axis, "Which axis of the mesh.")
-      .def_readonly("pre", &AxisRef::pre, "How many coordinates are taken before this part.")
-      .def_readonly("size", &AxisRef::size, "How many it has itself.")
+  py::class_<AxisRef>(module, "AxisRef",
+                      "A whole axis of a mesh, or a part of one, printed as `axis:(pre)size`.")
+      .def_readonly("axis", &AxisRef::axis, "Index of the axis in the mesh.")
+      .def_readonly(
+          "pre", &AxisRef::pre,
+          "Product of the sizes of the parts of the axis that precede this one; 1 if none does.")
+      .def_readonly("size", &AxisRef::size, "Number of coordinates of this part.")
       .def(py::self == py::self)
       .def("__hash__",
            [](const AxisRef& ref) { return py::hash(py::make_tuple(ref.axis, ref.pre, ref.size)); })
@@ -160,35 +164,51 @@ void register_mesh_values(py::module_& module) {
           }));
 
   py::class_<Mesh>(module, "Mesh",
-                   R"(Named axes over ranks, the first axis major. Immutable, hashable.
+                   R"(Named axes over the ranks of a job. Immutable, hashable.
 
-An index is a place in the mesh, row by row; ranks[index] is the rank of the job that is there.)")
+An index is a position in the mesh, row-major (the first axis is major). ranks[index] is the rank of
+the job at that position.
+
+Args:
+    axes: dict of axis sizes by name, in order.
+    ranks: rank at each index. Default: 0, 1, 2, ...
+    ranks_per_host: number of consecutive ranks on each host; 0 means that all ranks share one.
+    links: link class ("nvlink", "network") by axis name. Default: nvlink within a host, network
+        between hosts.
+
+Raises:
+    InvalidValueError: an invalid name, size or rank, or a link of an axis that does not exist.)")
       .def(py::init(&make_mesh), py::arg("axes"), py::arg("ranks") = py::none(),
            py::arg("ranks_per_host") = 0, py::arg("links") = std::map<std::string, std::string>(),
-           "Sizes by name; the rank at each index (default 0, 1, 2, ...); how many ranks share a "
-           "host (0: all "
-           "do); the class of link of single axes (default: nvlink inside a host, network between "
-           "them).")
+           "Creates a mesh of `axes` (sizes by name) over `ranks`. The class documents the "
+           "arguments, also `ranks_per_host` and `links`.")
       .def_static("parse", &Mesh::parse, py::arg("text"), py::arg("ranks_per_host") = 0,
-                  "From \"dp=2,tp=4\".")
-      .def_property_readonly("axes", &sizes, "Sizes by name.")
-      .def_property_readonly("size", &Mesh::size, "How many ranks.")
-      .def_property_readonly("ranks", &Mesh::ranks, "The rank at each index.")
-      .def_property_readonly("ranks_per_host", &Mesh::ranks_per_host, "0: all share one.")
-      .def("axis", &Mesh::axis, py::arg("name"), "The axis \"x\", or its part \"x:(pre)size\".")
+                  "Returns the mesh of a `text` such as \"dp=2,tp=4\": sizes by name. "
+                  "`ranks_per_host` is as in the constructor.")
+      .def_property_readonly("axes", &sizes, "Dict of axis sizes by name.")
+      .def_property_readonly("size", &Mesh::size, "Number of ranks.")
+      .def_property_readonly("ranks", &Mesh::ranks, "List of the rank at each index.")
+      .def_property_readonly("ranks_per_host", &Mesh::ranks_per_host,
+                             "Number of ranks per host; 0 if all ranks share one.")
+      .def("axis", &Mesh::axis, py::arg("name"),
+           "Returns the AxisRef of a `name`: an axis, \"x\", or a part of one, \"x:(pre)size\". "
+           "Raises InvalidValueError, with the valid names, if it does not exist.")
       .def(
           "coordinate",
           [](const Mesh& self, int64_t rank, const py::object& axis) {
             return self.coordinate(rank, to_axis(self, axis));
           },
-          py::arg("rank"), py::arg("axis"), "Where a rank is along an axis.")
+          py::arg("rank"), py::arg("axis"),
+          "Returns the coordinate of `rank` along `axis`. Raises InvalidValueError if the mesh "
+          "does not contain them.")
       .def(
           "group",
           [](const Mesh& self, int64_t rank, const py::object& axes) {
             return self.group(rank, to_axes(self, axes));
           },
           py::arg("rank"), py::arg("axes"),
-          "The ranks that differ from this one along `axes` only, the first axis major.")
+          "Returns the ranks that differ from `rank` along `axes` only, in the order of `axes` "
+          "with the first one major: the group of a collective over them.")
       .def(
           "links",
           [](const Mesh& self, const py::object& axes) {
@@ -198,46 +218,76 @@ An index is a place in the mesh, row by row; ranks[index] is the rank of the job
             }
             return out;
           },
-          py::arg("axes"), "How many ranks of a group over `axes` each class of link joins.")
+          py::arg("axes"),
+          "Returns a dict of the number of ranks that each link class joins in one group over "
+          "`axes`. Link classes that join only one rank are omitted.")
       .def(py::self == py::self)
       .def("__hash__", &Mesh::hash)
       .def(py::pickle(&mesh_state, &mesh_of_state))
       .def("__repr__", &Mesh::str);
 
-  py::class_<Layout>(module, "Layout",
-                     R"(Where the parts of a tensor lie on a mesh. Immutable, hashable.
+  py::class_<Layout>(
+      module, "Layout",
+      R"(The placement of a tensor on a mesh. Independent of the shape. Immutable, hashable.
 
-Along an axis a tensor is sharded (in one dimension), partial (its values on the ranks, reduced, are the tensor),
-invariant (the same everywhere, and so is its gradient) or replicated (the same everywhere, its gradient is partial).)")
+Along each axis of the mesh a tensor is
+- sharded: each rank has its part of one dimension;
+- partial: the reduction of the ranks' values is the tensor;
+- invariant: every rank has the same value, and the same gradient;
+- replicated otherwise: every rank has the same value, and its gradient is partial.
+
+Several axes of one dimension split it one after the other, the first one first, each time like
+torch.chunk.
+
+Args:
+    mesh: the Mesh.
+    dims: for each dimension None, an axis, or a sequence of axes from major to minor. An axis is a
+        name or an AxisRef.
+    partial: axes along which the tensor is a partial sum, or a dict of the reduction (sum, avg,
+        max, min, product) by axis.
+    invariant: axes along which the tensor is invariant.
+
+Raises:
+    InvalidValueError: an axis that the mesh does not have, or that occurs twice; reductions that do
+        not commute.
+    InvalidTypeError: a value that is not an axis, or axes in a set or dict, which have no order.)")
       .def(py::init(&make_layout), py::arg("mesh"), py::arg("dims"),
            py::arg("partial") = py::none(), py::arg("invariant") = py::none(),
-           "`dims`: for each dimension None, an axis, or axes from major to minor. `partial`: axes "
-           "that are pending "
-           "sums, or the reduction by axis. `invariant`: axes.")
+           "Creates a layout on `mesh`. The class documents the arguments `dims`, `partial` and "
+           "`invariant`.")
       .def_static("parse", &Layout::parse, py::arg("mesh"), py::arg("text"),
-                  "From what str() gives: \"[dp],[tp] P{x:max} I{y}\".")
+                  "Returns the layout on `mesh` of a `text` in the format of str(): \"[dp],[tp] "
+                  "P{x:max} I{y}\", or \"scalar\" for no dimensions.")
       .def_static("replicated", &Layout::replicated, py::arg("mesh"), py::arg("dims"),
-                  "The whole tensor of so many dimensions on every rank.")
-      .def_property_readonly("mesh", &Layout::mesh, "Its mesh.")
-      .def_property_readonly("dims", &dims_of, "Names of axes, per dimension.")
-      .def_property_readonly("partial", &partial_of, "The reduction by axis.")
+                  "Returns the layout in which every rank of `mesh` has the whole tensor, of "
+                  "`dims` dimensions.")
+      .def_property_readonly("mesh", &Layout::mesh, "The mesh.")
+      .def_property_readonly(
+          "dims", &dims_of,
+          "Tuple of the names of the axes that shard each dimension, major to minor.")
+      .def_property_readonly("partial", &partial_of, "Dict of the reduction by partial axis.")
       .def_property_readonly(
           "invariant", [](const Layout& self) { return axis_names(self.mesh(), self.invariant()); },
-          "Names of axes.")
-      .def_property_readonly("num_dims", &Layout::num_dims, "How many dimensions.")
+          "Names of the invariant axes.")
+      .def_property_readonly("num_dims", &Layout::num_dims, "Number of dimensions.")
       .def(
           "local_shape",
           [](const Layout& self, const Shape& shape, int64_t rank) {
             return py::tuple(py::cast(mesh::local_shape(self, shape, rank)));
           },
-          py::arg("shape"), py::arg("rank"), "Of a tensor of this global shape, on a rank.")
-      .def("offsets", &offsets, py::arg("shape"), py::arg("rank"), "Where a rank's part begins.")
+          py::arg("shape"), py::arg("rank"),
+          "Returns the shape that `rank` has of a tensor of global shape `shape`.")
+      .def("offsets", &offsets, py::arg("shape"), py::arg("rank"),
+           "Returns, per dimension, the offset of the part that `rank` has of a tensor of global "
+           "shape `shape`.")
       .def(
           "global_shape",
           [](const Layout& self, const std::vector<Shape>& locals) {
             return py::tuple(py::cast(mesh::global_shape(self, locals)));
           },
-          py::arg("local_shapes"), "From the local shapes of all ranks, by index.")
+          py::arg("local_shapes"),
+          "Returns the global shape that has these `local_shapes`, one per mesh index. Raises "
+          "InvalidValueError if no global shape has them.")
       .def(
           "with_dims",
           [](const Layout& self, const py::sequence& dims) {
@@ -245,19 +295,21 @@ invariant (the same everywhere, and so is its gradient) or replicated (the same 
             for (const py::handle dim : dims) lists.push_back(to_axes(self.mesh(), dim));
             return self.with_dims(std::move(lists));
           },
-          py::arg("dims"), "With other axes in its dimensions.")
+          py::arg("dims"),
+          "Returns the layout with `dims` (as in the constructor) in place of its own.")
       .def(
           "with_partial",
           [](const Layout& self, const py::object& partial) {
             return self.with_partial(to_partial(self.mesh(), partial));
           },
-          py::arg("partial"), "With other pending axes.")
+          py::arg("partial"),
+          "Returns the layout with `partial` (as in the constructor) in place of its own.")
       .def(
           "with_invariant",
           [](const Layout& self, const py::object& axes) {
             return self.with_invariant(to_axes(self.mesh(), axes));
           },
-          py::arg("axes"), "With other invariant axes.")
+          py::arg("axes"), "Returns the layout with the invariant `axes` in place of its own.")
       .def(py::self == py::self)
       .def("__hash__", &Layout::hash)
       .def(py::pickle([](const Layout& self) { return py::make_tuple(self.mesh(), self.str()); },
@@ -270,7 +322,7 @@ invariant (the same everywhere, and so is its gradient) or replicated (the same 
 }
 
 void register_mesh(py::module_& module) {
-  auto own = module.def_submodule("_mesh", "The planner; see torch_overlap.mesh.");
+  auto own = module.def_submodule("_mesh", "The planner; torch_overlap.mesh documents it.");
   register_mesh_values(own);
   register_mesh_costs(own);
   register_mesh_plans(own);

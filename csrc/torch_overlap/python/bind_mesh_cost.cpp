@@ -17,7 +17,7 @@ using mesh::LinkLevel;
 using mesh::LinkModel;
 using mesh::OverlapModel;
 
-std::vector<LinkLevel> levels_of(const std::map<std::string, int64_t>& links) {
+std::vector<LinkLevel> parse_link_levels(const std::map<std::string, int64_t>& links) {
   std::vector<LinkLevel> levels;
   for (const auto& [link, size] : links) {
     if (size > 1) levels.push_back({link, size});
@@ -25,7 +25,7 @@ std::vector<LinkLevel> levels_of(const std::map<std::string, int64_t>& links) {
   return levels;
 }
 
-// The form of the JSON files: numbers in microseconds and GB/s, as people read them.
+// Returns the form of the JSON files: numbers in microseconds and GB/s, for readability.
 py::dict to_dict(const CostModel& model) {
   py::dict links;
   for (const auto& [name, link] : model.links) {
@@ -71,7 +71,7 @@ py::dict to_dict(const CostModel& model) {
   return out;
 }
 
-// What pickle keeps: the numbers as they are, which the units of to_dict() would round.
+// Returns the pickled state: the exact numbers, which the units of to_dict() would round.
 py::tuple cost_state(const CostModel& model) {
   py::dict links;
   for (const auto& [name, link] : model.links) {
@@ -161,37 +161,51 @@ CostModel from_dict(const py::dict& from) {
 }  // namespace
 
 void register_mesh_costs(py::module_& module) {
-  py::class_<CostModel>(module, "CostModel",
-                        R"(What collectives, products and copies cost, in seconds. Immutable.
+  py::class_<CostModel>(
+      module, "CostModel",
+      R"(The cost, in seconds, of collectives, matrix products and copies. Immutable.
 
-h200() was measured; bandwidth_only() counts the bytes of the specification's formulas.)")
+h200() is a measured model; bandwidth_only() counts wire bytes only.)")
       .def_static("h200", &CostModel::h200,
-                  "H200s with NVLink, measured; the network between hosts is assumed.")
+                  "Returns a model that was measured on H200s with NVLink. The network between "
+                  "hosts is assumed, not measured.")
       .def_static("bandwidth_only", &CostModel::bandwidth_only, py::arg("bandwidth") = 1.0,
-                  "Bytes on the wire over bandwidth, nothing else.")
-      .def_static("from_dict", &from_dict, py::arg("values"), "From what to_dict() gives.")
-      .def("to_dict", &to_dict, "Plain numbers, ready for JSON.")
-      .def_readonly("name", &CostModel::name, "What it describes.")
+                  "Returns a model in which a collective costs its wire bytes / `bandwidth` (bytes "
+                  "per second), and nothing else has a cost.")
+      .def_static("from_dict", &from_dict, py::arg("values"),
+                  "Returns the model with these `values`, in the format of to_dict().")
+      .def("to_dict", &to_dict,
+           "Returns a dict of plain numbers (microseconds, GB/s, Tflop/s) that json can write.")
+      .def_readonly("name", &CostModel::name, "Name of the model.")
       .def(
           "collective",
           [](const CostModel& self, const std::string& what,
              const std::map<std::string, int64_t>& links, double bytes) {
-            return self.collective(mesh::parse_collective(what), levels_of(links), bytes);
+            return self.collective(mesh::parse_collective(what), parse_link_levels(links), bytes);
           },
           py::arg("collective"), py::arg("links"), py::arg("bytes"),
-          "One collective over a group of Mesh.links().")
-      .def("matmul", &CostModel::matmul, py::arg("m"), py::arg("n"), py::arg("k"),
-           py::arg("element_size"), "[m, k] x [k, n].")
-      .def("elementwise", &CostModel::elementwise, py::arg("bytes"), "A kernel that moves bytes.")
+          "Returns the seconds of one `collective` over a group with these `links` (Mesh.links()). "
+          "`bytes` is the larger of a rank's input and output. The collectives are all_reduce, "
+          "all_gather, reduce_scatter, all_to_all, permute and broadcast.")
+      .def(
+          "matmul", &CostModel::matmul, py::arg("m"), py::arg("n"), py::arg("k"),
+          py::arg("element_size"),
+          "Returns the seconds of the product [m, k] x [k, n] of elements of `element_size` bytes.")
+      .def("elementwise", &CostModel::elementwise, py::arg("bytes"),
+           "Returns the seconds of a kernel that reads and writes `bytes` of memory, in total, and "
+           "does nothing else.")
       .def(
           "overlapped",
           [](const CostModel& self, const std::string& what,
              const std::map<std::string, int64_t>& links, double bytes, double matmul_seconds) {
-            return self.overlapped(mesh::parse_collective(what), levels_of(links), bytes,
+            return self.overlapped(mesh::parse_collective(what), parse_link_levels(links), bytes,
                                    matmul_seconds);
           },
           py::arg("collective"), py::arg("links"), py::arg("bytes"), py::arg("matmul_seconds"),
-          "A product beside the collective that brings its operand or takes its result.")
+          "Returns the seconds of a product of `matmul_seconds` overlapped with the `collective` "
+          "that gathers its operand (all_gather) or reduces its result (reduce_scatter, "
+          "all_reduce). `links` and `bytes` are as in collective(). Other collectives do not "
+          "overlap.")
       .def(py::pickle(&cost_state, &cost_of_state))
       .def("__repr__", [](const CostModel& self) { return "CostModel('" + self.name + "')"; });
   module.def(
@@ -200,7 +214,8 @@ h200() was measured; bandwidth_only() counts the bytes of the specification's fo
         return mesh::wire_bytes(mesh::parse_collective(what), ranks, bytes);
       },
       py::arg("collective"), py::arg("ranks"), py::arg("bytes"),
-      "What a rank sends for a collective on `bytes`: the larger of its input and its output.");
+      "Returns the bytes that one of `ranks` sends for a `collective` on `bytes`, the larger of "
+      "its input and output.");
 }
 
 }  // namespace torch_overlap::python

@@ -82,43 +82,47 @@ void register_mesh_plans(py::module_& module) {
   py::class_<Step>(module, "Step", "One operation of a plan, on every rank's local tensor.")
       .def_property_readonly(
           "kind", [](const Step& self) { return std::string(to_string(self.kind)); },
-          "slice, all_gather, all_reduce, reduce_scatter, all_to_all, permute, make_partial or "
-          "cast.")
+          "Kind of the step: slice, all_gather, all_reduce, reduce_scatter, all_to_all, permute, "
+          "make_partial or cast.")
       .def_property_readonly(
           "axes", [](const Step& self) { return axis_names(self.before.mesh(), self.axes); },
-          "The group: Mesh.group(rank, axes).")
+          "Names of the axes of the group, Mesh.group(rank, axes).")
       .def_property_readonly(
           "sources", [](const Step& self) { return axis_names(self.before.mesh(), self.sources); },
-          "permute: `axes` in another order; a rank gets the tensor of the member of its group "
-          "whose place is its own place in this order.")
+          "permute: `axes` in another order. A rank gets the tensor of the group member whose "
+          "position is the rank's own position in this order.")
       .def_readonly("dim", &Step::dim,
-                    "The dimension that is cut, or joined by all_gather; -1: none.")
-      .def_readonly("from_dim", &Step::from_dim, "all_to_all: the dimension that is joined.")
+                    "Dimension that is split, or concatenated by all_gather; -1 if none.")
+      .def_readonly("from_dim", &Step::from_dim,
+                    "all_to_all: dimension that is concatenated; otherwise -1.")
       .def_property_readonly(
           "reduce", [](const Step& self) { return std::string(to_string(self.reduce)); },
-          "The reduction.")
-      .def_readonly("before", &Step::before, "The layout before it.")
-      .def_readonly("after", &Step::after, "The layout after it.")
-      .def_readonly("ranks", &Step::ranks, "In a group.")
-      .def_readonly("bytes", &Step::bytes, "Of the larger of a rank's input and output.")
-      .def_readonly("wire_bytes", &Step::wire_bytes, "What a rank sends.")
-      .def_readonly("seconds", &Step::seconds, "What it takes by the cost model.")
-      .def_property_readonly("sends", &Step::sends, "Does it communicate?")
+          "Reduction: sum, avg, max, min or product.")
+      .def_readonly("before", &Step::before, "Layout before the step.")
+      .def_readonly("after", &Step::after, "Layout after the step.")
+      .def_readonly("ranks", &Step::ranks, "Number of ranks in a group.")
+      .def_readonly("bytes", &Step::bytes, "Bytes of the larger of a rank's input and output.")
+      .def_readonly("wire_bytes", &Step::wire_bytes, "Bytes that a rank sends.")
+      .def_readonly("seconds", &Step::seconds, "Seconds by the cost model.")
+      .def_property_readonly("sends", &Step::sends, "True if the step communicates.")
       .def(py::pickle(&step_state, &step_of_state))
       .def("__repr__", &Step::str);
 
-  py::class_<Plan>(module, "Plan", "How a tensor comes from one layout to another. Immutable.")
-      .def_readonly("from_layout", &Plan::from, "Where it begins.")
-      .def_readonly("to_layout", &Plan::to, "Where it ends.")
+  py::class_<Plan>(module, "Plan",
+                   "The steps that reshard a tensor from one layout to another. Immutable.")
+      .def_readonly("from_layout", &Plan::from, "Layout of the input.")
+      .def_readonly("to_layout", &Plan::to, "Layout of the result.")
       .def_property_readonly(
           "shape", [](const Plan& self) { return py::tuple(py::cast(self.shape)); },
-          "The global shape.")
-      .def_readonly("element_size", &Plan::element_size, "Bytes of an element.")
-      .def_readonly("steps", &Plan::steps, "In order.")
-      .def_property_readonly("seconds", &Plan::seconds, "What it takes by the cost model.")
-      .def_property_readonly("wire_bytes", &Plan::wire_bytes, "What a rank sends.")
-      .def_property_readonly("num_sends", &Plan::num_sends, "How many steps communicate.")
-      .def("explain", &Plan::explain, "A line a step: what, over which axes, bytes, time.")
+          "Global shape.")
+      .def_readonly("element_size", &Plan::element_size, "Bytes per element.")
+      .def_readonly("steps", &Plan::steps, "List of the Steps, in order.")
+      .def_property_readonly("seconds", &Plan::seconds, "Seconds by the cost model.")
+      .def_property_readonly("wire_bytes", &Plan::wire_bytes, "Bytes that a rank sends.")
+      .def_property_readonly("num_sends", &Plan::num_sends, "Number of steps that communicate.")
+      .def("explain", &Plan::explain,
+           "Returns a report with one line per step: the operation, its axes, number of ranks, "
+           "bytes, time and resulting layout.")
       .def(py::pickle(
           [](const Plan& self) {
             return py::make_tuple(self.from, self.to, self.shape, self.element_size, self.steps);
@@ -132,29 +136,37 @@ void register_mesh_plans(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   module.def("plan_reshard", &mesh::plan_reshard, py::arg("from_layout"), py::arg("to_layout"),
              py::arg("shape"), py::arg("element_size"), py::arg("cost"), no_gil,
-             "The cheapest way from one layout to another; the same on every rank.");
+             "Returns the cheapest Plan by `cost` that reshards a tensor of global shape `shape`, "
+             "with elements of `element_size` bytes, from `from_layout` to `to_layout`. "
+             "Deterministic: every rank gets the same plan. Raises InvalidValueError for layouts "
+             "of two meshes, or a shape of another number of dimensions.");
   module.def("greedy_reshard", &mesh::greedy_reshard, py::arg("from_layout"), py::arg("to_layout"),
              py::arg("shape"), py::arg("element_size"), py::arg("cost"), no_gil,
-             "What one would do by hand: the baseline that plan_reshard is never worse than.");
+             "Returns the Plan that one would write by hand. It is the baseline of plan_reshard, "
+             "which is never worse by `cost`. The arguments are those of plan_reshard.");
   module.def(
       "distribute",
       [](const NumpyArray& array, const Layout& layout) {
         return from_locals(mesh::distribute(to_array(array), layout));
       },
-      py::arg("array"), py::arg("layout"), "The local arrays of all ranks, by index.");
+      py::arg("array"), py::arg("layout"),
+      "Returns the local arrays of a global `array` (converted to float64) in `layout`, one per "
+      "mesh index.");
   module.def(
       "collect",
       [](const std::vector<NumpyArray>& locals, const Layout& layout, const Shape& shape) {
         return from_array(mesh::collect(to_locals(locals), layout, shape));
       },
       py::arg("locals"), py::arg("layout"), py::arg("shape"),
-      "The global array; raises where copies differ.");
+      "Returns the global array of this `shape` from the `locals` of all mesh indices in `layout`. "
+      "Raises InvalidValueError if copies are not bitwise equal, or a local shape does not fit.");
   module.def(
       "simulate",
       [](const Plan& plan, const std::vector<NumpyArray>& locals) {
         return from_locals(mesh::simulate(plan, to_locals(locals)));
       },
-      py::arg("plan"), py::arg("locals"), "Runs a plan on the local arrays of all ranks.");
+      py::arg("plan"), py::arg("locals"),
+      "Returns the local arrays after `plan`, given the `locals` of all mesh indices.");
 }
 
 }  // namespace torch_overlap::python

@@ -10,13 +10,14 @@
 namespace torch_overlap::python {
 namespace {
 
-// One class an operation: what is given to the wrong one is refused.
+// One class per operation: options of another operation are refused.
 template <typename Options>
 void bind_op_options(py::module_& module, const char* name) {
   py::class_<Options>(
       module, name,
-      "Options of one operation: `hints` (backend-specific strings) and `timeout` (zero: the "
-      "communicator's). Pass it as options=; the keywords hints= and timeout= win over it.")
+      "Options of one operation, passed as options=: `hints` (dict of backend-specific strings) "
+      "and `timeout` (timedelta; None or zero selects the communicator's). The keywords hints= and "
+      "timeout= of the operation override them.")
       .def(py::init([name](const py::object& hints, const py::object& timeout) {
         Options options;
         options.hints = to_hints(name, hints);
@@ -26,13 +27,13 @@ void bind_op_options(py::module_& module, const char* name) {
       .def_property(
           "hints", [](const Options& self) { return from_hints(self.hints); },
           [name](Options& self, const py::object& hints) { self.hints = to_hints(name, hints); },
-          "Backend-specific strings. Read-only view: assign a dict to change them.")
+          "Backend-specific strings, as a read-only view. Assign a dict to change them.")
       .def_property(
           "timeout", [](const Options& self) { return from_timeout(self.timeout); },
           [name](Options& self, const py::object& timeout) {
             self.timeout = to_timeout(name, timeout).value_or(Milliseconds{0});
           },
-          "How long the operation may take, as a timedelta; zero: the communicator's.")
+          "Timeout of the operation, as a timedelta. Zero selects the communicator's.")
       .def(py::pickle([](const Options& self) { return py::make_tuple(self.hints, self.timeout); },
                       [](const py::tuple& state) {
                         Options options;
@@ -56,8 +57,11 @@ c10::intrusive_ptr<c10d::Store> to_store(const py::object& value) {
 }
 
 constexpr const char* kCommOptionsDoc =
-    R"(Options of a communicator, for new_comm(options=...). What is not set comes from the environment:
-reading such a field gives what a communicator made now would get. Arguments of new_comm win over both.)";
+    R"(Options of a communicator, for new_comm(options=...).
+
+A field that is not set, or set to None, has its value from the environment or its default: reading
+it returns the value that a communicator created now would get. Keyword arguments of new_comm
+override these options.)";
 
 }  // namespace
 
@@ -93,7 +97,7 @@ void register_options(py::module_& module) {
             self.abort_process_on_timeout_or_error =
                 to_bool_or_none(kComm, "abort_process_on_timeout_or_error", value);
           },
-          "Whether a timeout or an asynchronous error ends the process. Default: False with "
+          "True if a timeout or an asynchronous error ends the process. Default: False with "
           "enable_reconfigure, else TORCHCOMM_ABORT_ON_ERROR, else True.")
       .def_property(
           "timeout",
@@ -103,35 +107,36 @@ void register_options(py::module_& module) {
           [](CommOptions& self, const py::object& value) {
             self.timeout = to_timeout(kComm, value);
           },
-          "How long an operation may take. Default: TORCHCOMM_TIMEOUT_SECONDS, else 600 s.")
+          "Timeout of an operation, as a timedelta. Default: TORCHCOMM_TIMEOUT_SECONDS, else 600 "
+          "s.")
       .def_property(
           "is_high_priority_stream",
           [](const CommOptions& self) { return self.is_high_priority_stream.value_or(false); },
           [](CommOptions& self, const py::object& value) {
             self.is_high_priority_stream = to_bool_or_none(kComm, "is_high_priority_stream", value);
           },
-          "Whether asynchronous operations run on a CUDA stream of high priority. Default False.")
+          "True if asynchronous operations run on a high-priority CUDA stream. Default: False.")
       .def_property(
           "enable_reconfigure",
           [](const CommOptions& self) { return self.enable_reconfigure.value_or(false); },
           [](CommOptions& self, const py::object& value) {
             self.enable_reconfigure = to_bool_or_none(kComm, "enable_reconfigure", value);
           },
-          "Whether reconfigure() may give the communicator other members. Default False.")
+          "True if reconfigure() may change the members of the communicator. Default: False.")
       .def_property(
           "name", [](const CommOptions& self) { return self.name; },
           [](CommOptions& self, const py::object& value) {
             self.name = to_string_or_none(kComm, "name", value);
           },
-          "The communicator's name, or None for a generated one.")
+          "Name of the communicator, or None for a generated one.")
       .def_property(
           "store", [](const CommOptions& self) { return self.store; },
           [](CommOptions& self, const py::object& value) { self.store = to_store(value); },
-          "The store to meet at, or None for the environment's.")
+          "torch.distributed.Store for the rendezvous of the ranks, or None for the environment's.")
       .def_property(
           "hints", [](const CommOptions& self) { return from_hints(self.hints); },
           [](CommOptions& self, const py::object& hints) { self.hints = to_hints(kComm, hints); },
-          "Backend-specific strings. Read-only view: assign a dict to change them.")
+          "Backend-specific strings, as a read-only view. Assign a dict to change them.")
       .def("__copy__", [](const CommOptions& self) { return CommOptions(self); });
 }
 

@@ -3,8 +3,8 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/ops/choose.h"
 #include "torch_overlap/ops/exchange.h"
+#include "torch_overlap/ops/gemm_all_reduce.h"
 #include "torch_overlap/ops/scaled.h"
-#include "torch_overlap/ops/summed_product.h"
 #include "torch_overlap/ops/tuning.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/comm_overlap.h"
@@ -20,11 +20,11 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-Tensor or_none(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
+Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
 
 // The operands in the order of Transformer Engine: A is the weight, B the activations, and D = B A
-// as rows lie in torch.
-struct Product {
+// with torch's row-major storage.
+struct TeGemmArguments {
   Tensor A;
   bool transa;
   OptionalTensor B;
@@ -51,44 +51,44 @@ struct Product {
   GemmArgs args(std::string_view op) const {
     const ScalingMode mode = torch_overlap::scaling_mode(op, scaling_mode);
     GemmArgs made;
-    // Two operands of 128 x 128 are not multiplied: the mode is that of the weights.
+    // The mode is that of the weights: two operands with 128 x 128 blocks cannot be multiplied.
     made.lhs = {
-        .data = or_none(B),
+        .data = or_undefined(B),
         .transposed = transb,
         .scaling = mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode,
-        .scale_inv = or_none(B_scale_inv),
+        .scale_inv = or_undefined(B_scale_inv),
         .swizzled = B_scales_swizzled,
-        .columnwise_data = or_none(B_columnwise_data),
-        .columnwise_scale_inv = or_none(B_columnwise_scale_inv)};
+        .columnwise_data = or_undefined(B_columnwise_data),
+        .columnwise_scale_inv = or_undefined(B_columnwise_scale_inv)};
     made.rhs = {.data = A,
                 .transposed = transa,
                 .scaling = mode,
-                .scale_inv = or_none(A_scale_inv),
+                .scale_inv = or_undefined(A_scale_inv),
                 .swizzled = A_scales_swizzled,
-                .columnwise_data = or_none(A_columnwise_data),
-                .columnwise_scale_inv = or_none(A_columnwise_scale_inv)};
-    made.out = or_none(D);
+                .columnwise_data = or_undefined(A_columnwise_data),
+                .columnwise_scale_inv = or_undefined(A_columnwise_scale_inv)};
+    made.out = or_undefined(D);
     if (grad) {
-      made.epilogue.bias_grad = or_none(bias);
-      made.epilogue.gelu_input = or_none(pre_gelu_out);
+      made.epilogue.bias_grad = or_undefined(bias);
+      made.epilogue.gelu_input = or_undefined(pre_gelu_out);
     } else {
-      made.epilogue.bias = or_none(bias);
+      made.epilogue.bias = or_undefined(bias);
       made.epilogue.gelu = pre_gelu_out.has_value();
-      made.epilogue.pre_gelu_out = or_none(pre_gelu_out);
+      made.epilogue.pre_gelu_out = or_undefined(pre_gelu_out);
     }
     made.accumulate = accumulate;
     made.use_split_accumulator = use_split_accumulator;
-    made.out_scale = or_none(D_scale);
-    made.out_amax = or_none(D_amax);
-    made.workspace = or_none(workspace);
+    made.out_scale = or_undefined(D_scale);
+    made.out_amax = or_undefined(D_amax);
+    made.workspace = or_undefined(workspace);
     return made;
   }
 };
 
-// Defines a method that takes a product, then one more argument of its own.
+// Defines a method whose arguments are those of a product and then `extra`.
 template <typename Class, typename Run, typename... Extra>
-void def_product(Class& cls, const char* name, const Run& run, const char* doc,
-                 const Extra&... extra) {
+void def_gemm_method(Class& cls, const char* name, const Run& run, const char* doc,
+                     const Extra&... extra) {
   cls.def(
       name,
       [run](CommOverlapCore& self, const Tensor& A, bool transa, const OptionalTensor& B,
@@ -101,30 +101,30 @@ void def_product(Class& cls, const char* name, const Run& run, const char* doc,
             const OptionalTensor& B_columnwise_scale_inv, bool A_scales_swizzled,
             bool B_scales_swizzled, const OptionalTensor& D_scale, const OptionalTensor& D_amax,
             CommOverlapType comm_type) {
-        const Product product{A,
-                              transa,
-                              B,
-                              transb,
-                              D,
-                              bias,
-                              pre_gelu_out,
-                              workspace,
-                              grad,
-                              accumulate,
-                              use_split_accumulator,
-                              scaling_mode,
-                              A_scale_inv,
-                              B_scale_inv,
-                              A_columnwise_data,
-                              A_columnwise_scale_inv,
-                              B_columnwise_data,
-                              B_columnwise_scale_inv,
-                              A_scales_swizzled,
-                              B_scales_swizzled,
-                              D_scale,
-                              D_amax};
+        const TeGemmArguments product{A,
+                                      transa,
+                                      B,
+                                      transb,
+                                      D,
+                                      bias,
+                                      pre_gelu_out,
+                                      workspace,
+                                      grad,
+                                      accumulate,
+                                      use_split_accumulator,
+                                      scaling_mode,
+                                      A_scale_inv,
+                                      B_scale_inv,
+                                      A_columnwise_data,
+                                      A_columnwise_scale_inv,
+                                      B_columnwise_data,
+                                      B_columnwise_scale_inv,
+                                      A_scales_swizzled,
+                                      B_scales_swizzled,
+                                      D_scale,
+                                      D_amax};
         const py::gil_scoped_release no_gil;
-        run(self, product, or_none(output), comm_type);
+        run(self, product, or_undefined(output), comm_type);
       },
       py::arg("A"), py::arg("transa"), py::arg("B"), py::arg("transb"), py::arg("D"),
       py::arg("bias") = py::none(), py::arg("pre_gelu_out") = py::none(),
@@ -138,15 +138,15 @@ void def_product(Class& cls, const char* name, const Run& run, const char* doc,
       py::arg("D_amax") = py::none(), py::arg("comm_type") = CommOverlapType::NONE, doc);
 }
 
-// What makes a group of Python callables, which may be dropped on any thread.
-std::shared_ptr<OverlapGroup> group_of_callbacks(const py::object& all_gather,
-                                                 const py::object& barrier, int rank, int size,
-                                                 const py::object& device, std::string name,
-                                                 const py::object& timeout) {
+// Creates a group from Python callables, which may be released on any thread.
+std::shared_ptr<OverlapGroup> make_callback_group(const py::object& all_gather,
+                                                  const py::object& barrier, int rank, int size,
+                                                  const py::object& device, std::string name,
+                                                  const py::object& timeout) {
   TORCH_OVERLAP_CHECK(PyCallable_Check(all_gather.ptr()) && PyCallable_Check(barrier.ptr()), kType,
                       "OverlapGroup: expected two callables, all_gather and barrier");
   const auto gather = share(all_gather);
-  const auto meet = share(barrier);
+  const auto barrier_callback = share(barrier);
   OverlapGroup::Callbacks callbacks{.all_gather =
                                         [gather](const std::string& mine) {
                                           const py::gil_scoped_acquire gil;
@@ -154,9 +154,9 @@ std::shared_ptr<OverlapGroup> group_of_callbacks(const py::object& all_gather,
                                           return all.cast<std::vector<std::string>>();
                                         },
                                     .barrier =
-                                        [meet] {
+                                        [barrier_callback] {
                                           const py::gil_scoped_acquire gil;
-                                          borrow(meet)();
+                                          borrow(barrier_callback)();
                                         }};
   const auto limit = to_timeout("OverlapGroup", timeout);
   return OverlapGroup::of(std::move(callbacks), rank, size, device.cast<at::Device>(),
@@ -164,96 +164,180 @@ std::shared_ptr<OverlapGroup> group_of_callbacks(const py::object& all_gather,
 }
 
 constexpr const char* kGroupDoc =
-    R"(The ranks of an outside framework, which lends two callbacks.
+    R"(The ranks of another framework, which provides two callbacks.
 
-all_gather(bytes) -> list of bytes: everybody's, by rank. barrier(): returns when all ranks have called it. Both are
-called by the thread that makes a buffer. device: of the buffers. name: for errors. timeout:
-of a wait for another rank, as a timedelta; 600 s by default. Such ranks must reach each other's memory.
+The ranks must be able to map each other's memory.
 
-Raises InvalidTypeError where the two are not callable or timeout is no timedelta.)";
+Args:
+    all_gather: callable that takes this rank's bytes and returns a list of every rank's bytes, by
+        rank.
+    barrier: callable without arguments that returns after all ranks have called it. The thread that
+        creates a buffer calls both.
+    rank: rank of this process.
+    size: number of ranks.
+    device: torch.device of the buffers.
+    name: name of the group in error messages.
+    timeout: timedelta that bounds a wait for another rank. Default: 600 s.
+
+Raises:
+    InvalidTypeError: all_gather or barrier is not callable, or timeout is not a timedelta.
+    InvalidValueError: timeout is negative.)";
 
 constexpr const char* kCoreDoc =
-    R"(A buffer [tokens, features] that ranks share, and products that are overlapped with moving it.
+    R"(A communication buffer [tokens, features], and products overlapped with communicating it.
 
-Rows are shared among the ranks in equal parts, rounded up: the last ranks may have fewer, or none. All ranks make the
-same calls in the same order.
+The ranks of a group share the buffer. Rows are divided among the ranks into equal parts, rounded
+up: the last ranks may have fewer, or none. All ranks must make the same calls in the same order.
 
-Products. D [tokens, out] = op(B) op(A), as rows lie in torch: A is the weight, [out, in] with transa=True and [in, out]
-without; B the activations, [tokens, in], or [in, tokens] with transb=True. dtypes and epilogues are those of
-torch_overlap.gemm.gemm. grad=False: bias [out] is added; with pre_gelu_out [tokens, out] GELU follows, whose argument
-that becomes. grad=True: bias becomes the gradient of a bias, and the product is multiplied with the derivative of GELU
-at pre_gelu_out. accumulate=True adds to D. scaling_mode is a ScalingMode, with A_scale_inv and B_scale_inv as
-GemmOperand.scale_inv; D_scale and D_amax, one float32 each, are for an 8-bit D. workspace: contiguous memory for the
-library; None: a cached one. docs/overlap.md has what each method takes.
+Products: D [tokens, out] = op(B) op(A), row-major. The methods that compute one share these
+arguments; docs/overlap.md has the combinations that each method supports. dtypes and epilogues are
+those of torch_overlap.gemm.gemm.
 
-Streams (CUDA). A call reads and writes in the order of the current stream, the host does not wait, and it may be
-captured in a graph. CPU: a call returns when it is done.
+Args:
+    A: weight; [out, in] with transa=True, otherwise [in, out].
+    transa: if True, A is transposed.
+    B: activations; [tokens, in], or [in, tokens] with transb=True.
+    transb: if True, B is transposed.
+    D: output [tokens, out].
+    bias: [out], added to the product; with grad=True it receives the gradient of a bias.
+    pre_gelu_out: [tokens, out]. With grad=False GELU is applied after the bias, and this receives
+        its input. With grad=True the product is multiplied by the derivative of GELU at this input.
+    workspace: contiguous memory for the library. None selects a cached one.
+    grad: selects the meaning of bias and pre_gelu_out.
+    accumulate: if True, adds to the content of D.
+    use_split_accumulator: as in torch_overlap.gemm.GemmArgs.
+    scaling_mode: a ScalingMode of 8-bit operands.
+    A_scale_inv, B_scale_inv: inverse scales, as GemmOperand.scale_inv.
+    A_columnwise_data, A_columnwise_scale_inv, B_columnwise_data, B_columnwise_scale_inv: the
+        transposed 8-bit operands, as in GemmOperand.
+    A_scales_swizzled, B_scales_swizzled: if True, MXFP8 scales are in the swizzled order of the
+        tensor cores.
+    D_scale, D_amax: one float32 each, for an 8-bit D, as out_scale and out_amax of GemmArgs.
+    comm_type: the collective of bulk_overlap, AG or RS. Other methods ignore it.
 
-Errors. Arguments are checked before anything is sent, and raise InvalidValueError, InvalidTypeError or
-UnsupportedError; the buffer stays as it was. A rank that does not come is an OperationTimeoutError, of this call or the
-next; the buffer is of no more use then. After the end of its communicator a buffer raises StateError.)";
+Streams (CUDA): a call reads and writes in the order of the current stream. The host does not wait.
+Calls may be captured in CUDA graphs. CPU: a call returns when it is done.
+
+Raises:
+    InvalidValueError, InvalidTypeError, UnsupportedError: an invalid argument. Arguments are
+        checked before anything is sent; the buffer is unchanged.
+    OperationTimeoutError: another rank did not arrive before the timeout, in this call or an
+        earlier one. The buffer is unusable afterwards.
+    StateError: the communicator has ended.)";
 
 constexpr const char* kLastPathDoc =
-    R"(Which way the last call went, and why if it is not the fastest: "" before the first.
+    R"(Returns the path that the last call took, and the reason if it is not the fastest.
 
-For example "split_overlap_ag: shared memory, 4 products on 3 streams".)";
+Returns "" before the first call. Example: "split_overlap_ag: shared memory, 4 products on 3
+streams".)";
 
 constexpr const char* kCopyIntoDoc =
-    R"(Copies `input` into the active part of the buffer, or with local_chunk into this rank's rows of it.
+    R"(Copies `input` into the active part of the buffer, or into this rank's rows of it.
 
-input: of the shape of get_buffer(local_chunk), on its device, of its dtype or another one of as many bytes. On the
-current stream; the host does not wait. InvalidValueError for the shape, InvalidTypeError for dtype or device.)";
+Runs on the current stream; the host does not wait.
+
+Args:
+    input: tensor of the shape of get_buffer(local_chunk), on its device, of its dtype or another
+        one of the same size in bytes.
+    local_chunk: if True, copies into this rank's rows.
+
+Raises:
+    InvalidValueError: the shape does not match.
+    InvalidTypeError: the dtype or the device does not match.)";
 
 constexpr const char* kGetBufferDoc =
-    R"(The active part of the buffer, [active_tokens(), features], or with local_chunk this rank's rows of it.
+    R"(Returns a view of the active part of the buffer, or of this rank's rows of it.
 
-A view, of the buffer's dtype, which keeps the memory. What is done with it is ordered by its streams, as with any
-tensor; what a call left in it stays until this rank's next call.)";
+The shape is [active_tokens(), features], or [rows of this rank, features]. The view has the
+buffer's dtype and keeps the memory alive. The caller must order its reads and writes by streams, as
+for any tensor. The result of a call stays in the buffer until this rank's next call.
+
+Args:
+    local_chunk: if True, returns this rank's rows.)";
 
 constexpr const char* kScaleInvDoc =
-    R"(Sets the factor of an 8-bit buffer: value = data * scale_inv. The same on all ranks.
+    R"(Sets the inverse scale of an 8-bit buffer: value = data * scale_inv.
 
-scale_inv: one float32 on the buffer's device, which is kept, and read when a call is executed. InvalidTypeError for
-anything else, and for a buffer that has no 8-bit elements.)";
+Args:
+    scale_inv: one float32 on the buffer's device, equal on all ranks. The tensor is kept, and read
+        when a call executes.
+
+Raises:
+    InvalidTypeError: another tensor, or a buffer whose elements do not have 8 bits.)";
 
 constexpr const char* kExternalAgDoc =
-    R"(Gathers this buffer, on the streams of `lender`, which may be under way with a product of its own.
+    R"(All-gathers this buffer on the streams of `lender`.
 
-Before it each rank's rows are in the buffer (copy_into_buffer), after it all rows are, on the current stream.
-UnsupportedError unless the method is BULK and the type AG or NONE; InvalidTypeError for a lender on another device.)";
+The lender may have a product of its own in flight. Each rank's rows must be in the buffer
+(copy_into_buffer). Afterwards the buffer holds the rows of all ranks, on the current stream.
+
+Args:
+    lender: a buffer on the same device.
+
+Raises:
+    UnsupportedError: the method is not BULK, or the type is not AG or NONE.
+    InvalidTypeError: lender is on another device.)";
 
 constexpr const char* kBulkDoc =
-    R"(A product, which has nothing to do with the buffer, beside the collective `comm_type` (AG or RS) of the buffer.
+    R"(Computes a product concurrently with a collective of the buffer that it does not depend on.
 
-AG: the rows of all ranks come into the buffer; rs_output is None. RS: the sum over ranks of this rank's rows of the
-buffer goes to rs_output [rows of this rank, features], of the buffer's dtype (float32, float16 or bfloat16 for an 8-bit
-buffer, which needs one), or without one into these rows of the buffer. D is complete on the current stream, and so is
-what the collective made.
+The arguments of the product are those of the class. D and the result of the collective are complete
+on the current stream.
 
-InvalidValueError for another comm_type than the buffer's, or a wrong rs_output; UnsupportedError for RING_EXCHANGE;
-StateError for RS of an 8-bit buffer before set_ubuf_scale_inv.)";
+Args:
+    comm_type: AG gathers the rows of all ranks into the buffer. RS sums each rank's rows of the
+        buffer over all ranks.
+    rs_output: [rows of this rank, features], receives the sum of RS; of the buffer's dtype, or
+        float32, float16 or bfloat16 for an 8-bit buffer, for which it is required. None writes the
+        sum to this rank's rows of the buffer. Must be None for AG.
+
+Raises:
+    InvalidValueError: comm_type is not AG or RS, or not that of the buffer; rs_output has the wrong
+        shape, is missing, or is given with AG.
+    InvalidTypeError: the dtype or device of rs_output; RS of a uint8 buffer.
+    UnsupportedError: the method is RING_EXCHANGE.
+    StateError: RS of an 8-bit buffer before set_ubuf_scale_inv.)";
 
 constexpr const char* kSplitAgDoc =
-    R"(D [active tokens, out] = the product of the gathered rows, each multiplied as it comes.
+    R"(Computes D [active tokens, out] from the gathered rows of B.
 
-B: this rank's rows [rows, in], contiguous, of the buffer's dtype or one of as many bytes; None: they are in the buffer.
-transb is False. B_copy: of the shape of get_buffer(), becomes all rows. B_scale_inv with blocks or rows has a row for
-each of this rank's rows, unswizzled; without one an 8-bit buffer's own factor counts.
+Each chunk is multiplied as soon as it has arrived. The arguments of the product are those of the
+class. transb must be False.
 
-UnsupportedError unless the method is RING_EXCHANGE and the type AG, and for a transposed B.)";
+Args:
+    B: this rank's rows [rows of this rank, in], contiguous, of the buffer's dtype or one of the
+        same size in bytes. None if the rows are in the buffer (copy_into_buffer).
+    B_scale_inv: with scales per row or block, one row of scales for each of this rank's rows,
+        unswizzled. They are gathered too. None uses the scale of an 8-bit buffer
+        (set_ubuf_scale_inv).
+    B_copy: tensor of the shape of get_buffer(), receives the rows of all ranks; or None.
+
+Raises:
+    UnsupportedError: the method is not RING_EXCHANGE or the type is not AG; transb is True;
+        B_scale_inv is swizzled.
+    InvalidValueError: a shape, or the element size of B or B_copy, does not match.
+    InvalidTypeError: another dtype, or a device, does not match.)";
 
 constexpr const char* kSplitRsDoc =
-    R"(rs_output = the sum over ranks of the product op(B) op(A) [active tokens, features], of which each rank gets its rows.
+    R"(Computes the sum over ranks of op(B) op(A) [active tokens, features] and scatters its rows.
 
-rs_output [rows of this rank, features], contiguous rows, of the buffer's dtype; float32, float16 or bfloat16 for an
-8-bit buffer, which needs D_scale and set_ubuf_scale_inv. D is not looked at. bias [features], of rs_output's dtype, is
-added once, behind the sum.
+Each rank gets its rows in rs_output. The arguments of the product are those of the class. D is
+ignored.
 
-InvalidValueError for other sizes; UnsupportedError unless the method is PIPELINE or RING_EXCHANGE and the type RS, and
-with accumulate, GELU or a bias gradient, which belong behind the sum.)";
+Args:
+    rs_output: [rows of this rank, features], contiguous rows, of the buffer's dtype; or float32,
+        float16 or bfloat16 for an 8-bit buffer, which needs D_scale and set_ubuf_scale_inv.
+    bias: [features], of rs_output's dtype, added once, after the sum.
+
+Raises:
+    InvalidValueError: a shape does not match.
+    InvalidTypeError: a dtype or device does not match.
+    UnsupportedError: the method is not PIPELINE or RING_EXCHANGE, or the type is not RS;
+        accumulate, GELU or a bias gradient, which must be applied after the sum.
+    StateError: an 8-bit buffer before set_ubuf_scale_inv.)";
 
 template <typename Class>
-void register_class(py::module_& m, const char* name, const char* doc) {
+void register_overlap_class(py::module_& m, const char* name, const char* doc) {
   py::class_<Class, CommOverlapCore, std::shared_ptr<Class>>(m, name, doc)
       .def(py::init([](const std::shared_ptr<TorchComm>& comm, const CommOverlapConfig& config) {
              const py::gil_scoped_release no_gil;
@@ -272,48 +356,48 @@ void register_class(py::module_& m, const char* name, const char* doc) {
 
 void register_overlap(py::module_& m) {
   py::class_<OverlapGroup, std::shared_ptr<OverlapGroup>>(m, "OverlapGroup", kGroupDoc)
-      .def(py::init(&group_of_callbacks), py::arg("all_gather"), py::arg("barrier"),
+      .def(py::init(&make_callback_group), py::arg("all_gather"), py::arg("barrier"),
            py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("name") = "outside",
            py::arg("timeout") = py::none())
-      .def("get_rank", &OverlapGroup::rank, "The rank of this end.")
-      .def("get_size", &OverlapGroup::size, "The number of ranks.");
+      .def("get_rank", &OverlapGroup::rank, "Returns the rank of this process.")
+      .def("get_size", &OverlapGroup::size, "Returns the number of ranks.");
 
   py::class_<CommOverlapCore, std::shared_ptr<CommOverlapCore>> core(m, "CommOverlapCore",
                                                                      kCoreDoc);
-  core.def_property_readonly("config", &CommOverlapCore::config, "What it was made with.")
-      .def("get_tp_size", &CommOverlapCore::get_tp_size, "The number of ranks.")
+  core.def_property_readonly("config", &CommOverlapCore::config,
+                             "The CommOverlapConfig of the buffer.")
+      .def("get_tp_size", &CommOverlapCore::get_tp_size, "Returns the number of ranks.")
       .def("is_atomic_gemm", &CommOverlapCore::is_atomic_gemm,
-           "Whether it has the atomic methods: config.atomic_gemm.")
+           "Returns True if the buffer supports the atomic methods: config.atomic_gemm.")
       .def("is_p2p_overlap", &CommOverlapCore::is_p2p_overlap,
-           "Whether chunks go from rank to rank: of a CommOverlapP2PBase.")
+           "Returns True for a CommOverlapP2PBase, which exchanges chunks point to point.")
       .def("is_fp8_ubuf", &CommOverlapCore::is_fp8_ubuf,
-           "Whether the elements of the buffer have 8 bits.")
+           "Returns True if the elements of the buffer have 8 bits.")
       .def(
           "get_ubuf_dptr",
           [](const CommOverlapCore& self) {
             return reinterpret_cast<uintptr_t>(self.get_ubuf_dptr());
           },
-          "The address of the first byte of the buffer, on its device. It does not keep the "
-          "memory.")
+          "Returns the address of the first byte of the buffer, on its device. It does not keep "
+          "the memory alive.")
       .def("last_path", &CommOverlapCore::last_path, kLastPathDoc)
       .def("check", &CommOverlapCore::check,
            "Raises OperationTimeoutError if a wait for another rank has expired since the last "
-           "call, "
-           "in a replay too.")
+           "call, including in a CUDA graph replay.")
       .def("set_active_tokens", &CommOverlapCore::set_active_tokens, py::arg("tokens"),
            py::call_guard<py::gil_scoped_release>(),
-           "How many tokens there are from the next call on; equal on all ranks. InvalidValueError "
-           "for more than the buffer has.")
+           "Sets the number of tokens, from the next call on. `tokens` must be equal on all ranks. "
+           "Raises InvalidValueError if it is negative or more than the buffer has.")
       .def("active_tokens", &CommOverlapCore::active_tokens,
-           "How many tokens calls have now; all of the buffer's at first.")
+           "Returns the number of tokens of a call; initially all of the buffer's.")
       .def("copy_into_buffer", &CommOverlapCore::copy_into_buffer, py::arg("input"),
            py::arg("local_chunk") = false, py::call_guard<py::gil_scoped_release>(), kCopyIntoDoc)
       .def("get_buffer", &CommOverlapCore::get_buffer, py::arg("local_chunk") = false,
            py::call_guard<py::gil_scoped_release>(), kGetBufferDoc)
       .def("get_buffer_chunk_by_id", &CommOverlapCore::get_buffer_chunk_by_id, py::arg("chunk_id"),
            py::call_guard<py::gil_scoped_release>(),
-           "The rows of rank `chunk_id`, [rows of that rank, features]: a view, as get_buffer(). "
-           "InvalidValueError for a rank that there is not.")
+           "Returns the rows of rank `chunk_id`, [rows of that rank, features], as a view like "
+           "that of get_buffer(). Raises InvalidValueError if there is no such rank.")
       .def("set_ubuf_scale_inv", &CommOverlapCore::set_ubuf_scale_inv, py::arg("scale_inv"),
            py::call_guard<py::gil_scoped_release>(), kScaleInvDoc)
       .def(
@@ -324,48 +408,50 @@ void register_overlap(py::module_& m) {
           },
           py::arg("lender").none(false), kExternalAgDoc);
   using Core = CommOverlapCore;
-  def_product(
+  def_gemm_method(
       core, "bulk_overlap",
-      [](Core& self, const Product& product, const Tensor& output, CommOverlapType type) {
+      [](Core& self, const TeGemmArguments& product, const Tensor& output, CommOverlapType type) {
         self.bulk_overlap(product.args("bulk_overlap"), type, output);
       },
       kBulkDoc, py::arg("rs_output") = py::none());
-  def_product(
+  def_gemm_method(
       core, "split_overlap_ag",
-      [](Core& self, const Product& product, const Tensor& output, CommOverlapType) {
+      [](Core& self, const TeGemmArguments& product, const Tensor& output, CommOverlapType) {
         self.split_overlap_ag(product.args("split_overlap_ag"), output);
       },
       kSplitAgDoc, py::arg("B_copy") = py::none());
-  def_product(
+  def_gemm_method(
       core, "atomic_gemm_overlap_ag",
-      [](Core& self, const Product& product, const Tensor& output, CommOverlapType) {
+      [](Core& self, const TeGemmArguments& product, const Tensor& output, CommOverlapType) {
         self.atomic_gemm_overlap_ag(product.args("atomic_gemm_overlap_ag"), output);
       },
-      "split_overlap_ag of a buffer with atomic_gemm: the same arguments, results and errors. "
-      "StateError for a buffer without.",
+      "Does the same as split_overlap_ag, for a buffer with atomic_gemm: arguments, results and "
+      "errors are the same. Raises StateError for a buffer without atomic_gemm.",
       py::arg("B_copy") = py::none());
-  def_product(
+  def_gemm_method(
       core, "split_overlap_rs",
-      [](Core& self, const Product& product, const Tensor& output, CommOverlapType) {
+      [](Core& self, const TeGemmArguments& product, const Tensor& output, CommOverlapType) {
         self.split_overlap_rs(product.args("split_overlap_rs"), output);
       },
       kSplitRsDoc, py::arg("rs_output") = py::none());
-  def_product(
+  def_gemm_method(
       core, "atomic_gemm_overlap_rs",
-      [](Core& self, const Product& product, const Tensor& output, CommOverlapType) {
+      [](Core& self, const TeGemmArguments& product, const Tensor& output, CommOverlapType) {
         self.atomic_gemm_overlap_rs(product.args("atomic_gemm_overlap_rs"), output);
       },
-      "split_overlap_rs of a buffer with atomic_gemm: the same arguments, results and errors. "
-      "StateError for a buffer without.",
+      "Does the same as split_overlap_rs, for a buffer with atomic_gemm: arguments, results and "
+      "errors are the same. Raises StateError for a buffer without atomic_gemm.",
       py::arg("rs_output") = py::none());
-  register_class<CommOverlapBase>(
+  register_overlap_class<CommOverlapBase>(
       m, "CommOverlapBase",
-      "Collectives beside products (BULK), and a reduce-scatter in pieces of the output features "
-      "(PIPELINE). Made collectively, over a TorchComm or an OverlapGroup.");
-  register_class<CommOverlapP2PBase>(
+      "Collectives that run concurrently with a product (BULK), and reduce-scatter in pieces of "
+      "the output features (PIPELINE). Created collectively from a CommOverlapConfig, over a "
+      "TorchComm (`comm`) or an OverlapGroup (`group`).");
+  register_overlap_class<CommOverlapP2PBase>(
       m, "CommOverlapP2PBase",
-      "Chunks from rank to rank (RING_EXCHANGE): an all-gather before products, a reduce-scatter "
-      "behind them. Made collectively, over a TorchComm or an OverlapGroup.");
+      "Point-to-point exchange of chunks (RING_EXCHANGE): all-gather before products, "
+      "reduce-scatter after them. Created collectively from a CommOverlapConfig, over a TorchComm "
+      "(`comm`) or an OverlapGroup (`group`).");
 
   m.def("_create_comm_overlap_buffer", &create_comm_overlap_buffer, py::arg("comm").none(false),
         py::arg("config"), py::call_guard<py::gil_scoped_release>());
@@ -390,7 +476,7 @@ void register_overlap(py::module_& m) {
          int64_t gather_bytes, int64_t scatter_bytes,
          const std::tuple<int64_t, int64_t, int64_t>& local_shape, bool prefers_channels,
          const std::optional<std::tuple<at::ScalarType, at::ScalarType, int64_t, bool>>& scaled,
-         std::optional<int64_t> direct_bytes, bool reduces) {
+         std::optional<int64_t> low_latency_bytes, bool reduces) {
         const auto [m, n, k] = shape;
         std::optional<FusedTypes> types;
         if (scaled) {
@@ -412,8 +498,8 @@ void register_overlap(py::module_& m) {
                                                     .local_k = std::get<2>(local_shape),
                                                     .local_m = std::get<0>(local_shape),
                                                     .types = types,
-                                                    .direct_bytes = direct_bytes,
-                                                    .reduces = reduces,
+                                                    .low_latency_bytes = low_latency_bytes,
+                                                    .is_all_reduce = reduces,
                                                     .prefers_channels = prefers_channels},
                                                    algorithm, comm);
         return std::tuple(std::string(ops::to_string(choice.algorithm)), choice.why,
@@ -424,14 +510,14 @@ void register_overlap(py::module_& m) {
       py::arg("scatter_bytes") = 0,
       py::arg("local_shape") = std::tuple<int64_t, int64_t, int64_t>(0, 0, 0),
       py::arg("prefers_channels") = true, py::arg("scaled") = py::none(),
-      py::arg("direct_bytes") = py::none(), py::arg("reduces") = false);
+      py::arg("low_latency_bytes") = py::none(), py::arg("reduces") = false);
   m.def(
       "_summed_product_problem",
       [](const std::string& op, const std::shared_ptr<TorchComm>& comm, int64_t rows,
          int64_t features, int64_t local_k, at::ScalarType dtype, std::optional<int64_t> scaling) {
         const int64_t unit = scaling ? ops::row_unit(ops::scaled_modes(op, *scaling)) : 1;
         const auto problem =
-            ops::summed_product_problem(op, *comm, rows, features, local_k, dtype, unit);
+            ops::gemm_all_reduce_problem(op, *comm, rows, features, local_k, dtype, unit);
         return py::dict(
             py::arg("dtype") = dtype,
             py::arg("shape") = std::tuple(problem.m, problem.n, problem.k),
@@ -440,11 +526,12 @@ void register_overlap(py::module_& m) {
             py::arg("scatter_bytes") = problem.scatter_bytes,
             py::arg("local_shape") = std::tuple(problem.local_m, problem.local_n, problem.local_k),
             py::arg("prefers_channels") = problem.prefers_channels,
-            py::arg("direct_bytes") = problem.direct_bytes, py::arg("reduces") = problem.reduces);
+            py::arg("low_latency_bytes") = problem.low_latency_bytes,
+            py::arg("reduces") = problem.is_all_reduce);
       },
       py::arg("op"), py::arg("comm").none(false), py::arg("rows"), py::arg("features"),
       py::arg("local_k"), py::arg("dtype"), py::arg("scaling_mode") = py::none());
-  m.attr("_ROW_PIECES") = ops::kRowPieces;
+  m.attr("_ROW_PIECES") = ops::kNumRowPieces;
   m.def("_column_exchange_bytes", &ops::ColumnExchange::channel_bytes, py::arg("bytes"));
   m.def("_algorithms", &ops::algorithm_names);
   m.def("_tuning_key", &ops::tuning_key, py::arg("op"), py::arg("m"), py::arg("n"), py::arg("k"),

@@ -12,12 +12,13 @@ namespace torch_overlap::python {
 namespace {
 
 constexpr const char* kConfigDoc =
-    R"(All that two buffers have in common if they are the same; equal on all ranks. A value: it can be compared and pickled.
+    R"(Configuration of a communication buffer. Immutable; can be compared and pickled.
 
-None is the default of the method, which create_comm_overlap_buffer tells. Nothing is checked here: what cannot be is an
-InvalidValueError, InvalidTypeError or UnsupportedError of the buffer that is made with it.)";
+It must be equal on all ranks. The arguments are the fields. None selects the default of the method;
+create_comm_overlap_buffer documents the defaults. Fields are validated when a buffer is created
+with the configuration, which raises InvalidValueError, InvalidTypeError or UnsupportedError.)";
 
-// All fields.
+// Returns a tuple of all fields.
 template <typename Config>
 auto fields(Config& c) {
   return std::tie(c.comm_type, c.method, c.buffer_shape, c.buffer_dtype, c.tp_size, c.num_splits,
@@ -43,21 +44,23 @@ CommOverlapConfig config_of_state(const py::tuple& state) {
 }
 
 void register_enums(py::module_& m) {
-  py::native_enum<CommOverlapType>(m, "CommOverlapType", "enum.IntEnum",
-                                   "What is hidden behind products: all-gather or reduce-scatter.")
+  py::native_enum<CommOverlapType>(
+      m, "CommOverlapType", "enum.IntEnum",
+      "Collective that is overlapped with products: all-gather or reduce-scatter.")
       .value("NONE", CommOverlapType::NONE)
       .value("RS", CommOverlapType::RS)
       .value("AG", CommOverlapType::AG)
       .finalize();
   py::native_enum<CommOverlapMethod>(m, "CommOverlapMethod", "enum.IntEnum",
-                                     "How it is hidden: docs/overlap.md.")
+                                     "Method of the overlap; docs/overlap.md describes them.")
       .value("NONE", CommOverlapMethod::NONE)
       .value("BULK", CommOverlapMethod::BULK)
       .value("PIPELINE", CommOverlapMethod::PIPELINE)
       .value("RING_EXCHANGE", CommOverlapMethod::RING_EXCHANGE)
       .finalize();
-  py::native_enum<CommOverlapAlgo>(m, "CommOverlapAlgo", "enum.IntEnum",
-                                   "A type and a method, as Transformer Engine names them.")
+  py::native_enum<CommOverlapAlgo>(
+      m, "CommOverlapAlgo", "enum.IntEnum",
+      "Combinations of a type and a method, with Transformer Engine's names.")
       .value("NO_OVERLAP", CommOverlapAlgo::NO_OVERLAP)
       .value("BULK_OVERLAP_AG", CommOverlapAlgo::BULK_OVERLAP_AG)
       .value("BULK_OVERLAP_RS", CommOverlapAlgo::BULK_OVERLAP_RS)
@@ -104,37 +107,39 @@ void register_config(py::module_& m) {
            py::arg("set_sm_margin") = py::none(), py::arg("use_ce") = py::none(),
            py::arg("atomic_gemm") = false, py::arg("rs_overlap_first_gemm") = false,
            py::arg("aggregate_ag") = false, py::arg("relay_ag") = false)
-      .def_readonly("comm_type", &CommOverlapConfig::comm_type, "AG or RS; NONE: either, for BULK.")
-      .def_readonly("method", &CommOverlapConfig::method, "BULK, PIPELINE or RING_EXCHANGE.")
+      .def_readonly("comm_type", &CommOverlapConfig::comm_type,
+                    "AG or RS. NONE, for BULK only, supports both.")
+      .def_readonly("method", &CommOverlapConfig::method,
+                    "Overlap method: BULK, PIPELINE or RING_EXCHANGE.")
       .def_readonly("buffer_shape", &CommOverlapConfig::buffer_shape,
-                    "[tokens, features] of all ranks: the most that a call may have.")
-      .def_readonly("buffer_dtype", &CommOverlapConfig::buffer_dtype, "The dtype of its elements.")
-      .def_readonly("tp_size", &CommOverlapConfig::tp_size, "The number of ranks.")
+                    "[tokens, features] of all ranks, the maximum of a call.")
+      .def_readonly("buffer_dtype", &CommOverlapConfig::buffer_dtype, "dtype of the elements.")
+      .def_readonly("tp_size", &CommOverlapConfig::tp_size, "Number of ranks.")
       .def_readonly("num_splits", &CommOverlapConfig::num_splits,
-                    "Pieces of the output features, of PIPELINE.")
+                    "Number of pieces of the output features of a PIPELINE.")
       .def_readonly("num_max_streams", &CommOverlapConfig::num_max_streams,
-                    "Products that run side by side, at most.")
+                    "Maximum number of concurrent products.")
       .def_readonly("comm_cga_size", &CommOverlapConfig::comm_cga_size,
-                    "Blocks in a cluster of communication kernels.")
+                    "Number of blocks in a cluster of communication kernels.")
       .def_readonly("gemm_priority", &CommOverlapConfig::gemm_priority,
-                    "Of the products' streams, as CUDA counts them: less is more urgent.")
+                    "CUDA priority of the products' streams; lower is more urgent.")
       .def_readonly("comm_priority", &CommOverlapConfig::comm_priority,
-                    "Of the communication's streams. Both 0: products the least urgent, "
-                    "communication the most.")
+                    "CUDA priority of the communication streams. If both priorities are 0, "
+                    "products have the lowest and communication the highest.")
       .def_readonly("num_comm_sm", &CommOverlapConfig::num_comm_sm,
-                    "Blocks of communication kernels.")
+                    "Number of blocks of communication kernels.")
       .def_readonly("set_sm_margin", &CommOverlapConfig::set_sm_margin,
-                    "Whether products leave num_comm_sm SMs free.")
+                    "True if products leave num_comm_sm SMs free.")
       .def_readonly("use_ce", &CommOverlapConfig::use_ce,
-                    "Whether copy engines move what is gathered or exchanged.")
+                    "True if copy engines move gathered or exchanged data.")
       .def_readonly("atomic_gemm", &CommOverlapConfig::atomic_gemm,
-                    "Whether it has atomic_gemm_overlap_ag and _rs.")
+                    "True if the buffer supports atomic_gemm_overlap_ag and _rs.")
       .def_readonly("rs_overlap_first_gemm", &CommOverlapConfig::rs_overlap_first_gemm,
-                    "Whether PIPELINE issues a product before the reduction of the one before it.")
+                    "True if a PIPELINE issues a product before the reduction of the previous one.")
       .def_readonly("aggregate_ag", &CommOverlapConfig::aggregate_ag,
-                    "Whether RING_EXCHANGE makes products of two chunks.")
+                    "True if RING_EXCHANGE of AG computes products of two chunks.")
       .def_readonly("relay_ag", &CommOverlapConfig::relay_ag,
-                    "Whether RING_EXCHANGE passes chunks on from neighbour to neighbour.")
+                    "True if RING_EXCHANGE of AG forwards chunks from neighbour to neighbour.")
       .def("__eq__", [](const CommOverlapConfig& a, const CommOverlapConfig& b) { return a == b; })
       .def(py::pickle(&config_state, &config_of_state))
       .def("__repr__", [](const CommOverlapConfig& config) {

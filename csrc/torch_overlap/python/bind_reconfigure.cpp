@@ -8,7 +8,7 @@ namespace {
 using CommPtr = std::shared_ptr<TorchComm>;
 
 std::variant<std::vector<std::string>, std::set<std::string>> to_handles(py::handle handles) {
-  const auto each_is_text = [](py::handle all) {
+  const auto are_all_strings = [](py::handle all) {
     for (const py::handle one : all) {
       if (!py::isinstance<py::str>(one)) return false;
     }
@@ -16,7 +16,7 @@ std::variant<std::vector<std::string>, std::set<std::string>> to_handles(py::han
   };
   const bool is_set = PyAnySet_Check(handles.ptr()) != 0;
   const bool is_list = py::isinstance<py::list>(handles) || py::isinstance<py::tuple>(handles);
-  TORCH_OVERLAP_CHECK((is_set || is_list) && each_is_text(handles), kType,
+  TORCH_OVERLAP_CHECK((is_set || is_list) && are_all_strings(handles), kType,
                       "reconfigure: expected a list or a set of strings for init_handles, got ",
                       describe(handles));
   if (is_set) return handles.cast<std::set<std::string>>();

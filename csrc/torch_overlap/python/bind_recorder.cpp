@@ -12,8 +12,8 @@ namespace {
 
 using CommPtr = std::shared_ptr<TorchComm>;
 
-// A recorder for Python: the process's, or one of its own that gets the calls of the communicators
-// that it is attached to.
+// A recorder for Python: the process's, or a separate one that records the calls of the
+// communicators to which it is attached.
 class Recorder {
  public:
   explicit Recorder(size_t capacity)
@@ -48,7 +48,7 @@ RemovableHandle attach_log(CallLog& log, const CommPtr& comm) {
 
 }  // namespace
 
-// Traces are made without the GIL: turning Python frames into text takes it for itself.
+// Traces are built without the GIL: the conversion of Python frames to text acquires it itself.
 void register_recorder(py::module_& module) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<Recorder>(module, "_FlightRecorder")

@@ -33,7 +33,7 @@ py::object factor_of(const ReduceOp& op) {
 }  // namespace
 
 void register_reduce_op(py::module_& module) {
-  py::native_enum<RedOpType>(module, "RedOpType", "enum.Enum", "The kinds of reduction.")
+  py::native_enum<RedOpType>(module, "RedOpType", "enum.Enum", "Kinds of reduction.")
       .value("SUM", RedOpType::SUM)
       .value("PRODUCT", RedOpType::PRODUCT)
       .value("MIN", RedOpType::MIN)
@@ -46,15 +46,24 @@ void register_reduce_op(py::module_& module) {
       .finalize();
 
   py::class_<ReduceOp> op(module, "ReduceOp",
-                          R"(How the ranks' elements become one. Immutable, comparable, hashable.
+                          R"(The reduction of the ranks' elements. Immutable, comparable, hashable.
 
-SUM, PRODUCT, MIN, MAX, AVG, BAND, BOR and BXOR are class attributes; PREMUL_SUM(factor) is a function:
-each rank's input is multiplied by that rank's own factor before the sum. bool tensors reduce with
-logical meaning; complex tensors take SUM, AVG and PREMUL_SUM; AVG of integers truncates toward zero.)");
+SUM, PRODUCT, MIN, MAX, AVG, BAND, BOR and BXOR are class attributes. PREMUL_SUM(factor) is a
+function: each rank's input is multiplied by that rank's own factor before the sum. bool tensors are
+reduced logically; complex tensors support SUM, AVG and PREMUL_SUM; AVG of integers truncates toward
+zero.
+
+Args:
+    opType: the RedOpType; any but PREMUL_SUM, which needs a factor.
+
+Raises:
+    InvalidTypeError: opType is PREMUL_SUM.)");
   op.def(py::init<RedOpType>())
       .def_static("_premul_sum", &premul_sum)
-      .def_property_readonly("type", &ReduceOp::type, "The RedOpType.")
-      .def_property_readonly("factor", &factor_of, "The factor of a PREMUL_SUM, else None.")
+      .def_property_readonly("type", &ReduceOp::type, "The RedOpType of the reduction.")
+      .def_property_readonly(
+          "factor", &factor_of,
+          "Factor of a PREMUL_SUM, a number or a one-element tensor; otherwise None.")
       .def(
           "__eq__", [](const ReduceOp& a, const ReduceOp& b) { return a == b; }, py::is_operator())
       .def(
@@ -63,7 +72,7 @@ logical meaning; complex tensors take SUM, AVG and PREMUL_SUM; AVG of integers t
       .def("__hash__", &ReduceOp::hash)
       .def("__repr__", &ReduceOp::repr)
       .def("__copy__", [](const py::object& self) { return self; })
-      .def("__deepcopy__", &deep_copy_is_itself, py::arg("memo"))
+      .def("__deepcopy__", &deepcopy_as_self, py::arg("memo"))
       .def(py::pickle(
           [](const ReduceOp& self) { return py::make_tuple(self.type(), factor_of(self)); },
           [](const py::tuple& state) {

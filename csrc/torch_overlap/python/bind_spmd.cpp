@@ -12,7 +12,7 @@ namespace {
 using spmd::MeshComms;
 using MeshCommsPtr = std::shared_ptr<MeshComms>;
 
-// "dp,tp", an axis, or axes.
+// Converts "dp,tp", an axis, or a sequence of axes.
 mesh::AxisList to_set(const mesh::Mesh& mesh, py::handle value) {
   if (!py::isinstance<py::str>(value)) return to_axes(mesh, value);
   mesh::AxisList out;
@@ -47,19 +47,24 @@ MeshCommsPtr connect(const mesh::Mesh& mesh, const std::shared_ptr<TorchComm>& c
 void register_spmd(py::module_& module) {
   py::class_<MeshComms, MeshCommsPtr>(
       module, "MeshComms", py::dynamic_attr(),
-      R"(A mesh, this rank's place in it, and a communicator for each set of its axes. See torch_overlap.mesh.connect.)")
+      R"(A mesh, this rank's position in it, and a communicator for each set of its axes.
+
+torch_overlap.mesh.connect creates it, collectively.)")
       .def_property_readonly("mesh", &MeshComms::mesh, "The Mesh.")
-      .def_property_readonly("name", &MeshComms::name, "Its name in the process.")
-      .def_property_readonly("cost", &MeshComms::cost, "The CostModel that plans are made with.")
+      .def_property_readonly("name", &MeshComms::name,
+                             "Name, unique among the live meshes of the process.")
+      .def_property_readonly("cost", &MeshComms::cost, "The CostModel of the plans.")
       .def_property_readonly("comm", &MeshComms::comm, "The communicator of all ranks.")
-      .def_property_readonly("rank", &MeshComms::rank, "This rank.")
-      .def_property_readonly("index", &MeshComms::index, "Its place in the mesh, row by row.")
+      .def_property_readonly("rank", &MeshComms::rank,
+                             "Rank of this process in `comm` and in the mesh.")
+      .def_property_readonly("index", &MeshComms::index,
+                             "Position of this rank in the mesh, row-major.")
       .def(
           "coordinate",
           [](const MeshComms& self, const py::object& axis) {
             return self.mesh().coordinate_at(self.index(), to_axis(self.mesh(), axis));
           },
-          py::arg("axis"), "Where this rank is along an axis.")
+          py::arg("axis"), "Returns the coordinate of this rank along `axis`.")
       .def(
           "group_comm",
           [](MeshComms& self, const py::object& axes) {
@@ -67,10 +72,10 @@ void register_spmd(py::module_& module) {
             return without_gil([&] { return self.group(set, /*may_split=*/true).comm; });
           },
           py::arg("axes"),
-          "The communicator of the ranks that differ from this one along `axes` only; the first "
-          "axis of the mesh is major. None where that is this rank alone. Collective where it is "
-          "not "
-          "there yet.")
+          "Returns the communicator of the ranks that differ from this one along `axes` only, or "
+          "None if that is only this rank. The first axis of the mesh is major. If it does not "
+          "exist yet, the call creates it, which is collective, and raises StateError in a CUDA "
+          "graph capture.")
       .def(
           "prepare",
           [](MeshComms& self, const py::args& sets) {
@@ -78,16 +83,22 @@ void register_spmd(py::module_& module) {
             py::gil_scoped_release release;
             self.prepare(lists);
           },
-          R"(Makes the communicators over these sets of axes ("dp", "dp,tp", "x:(1)2"). Collective.)")
+          R"(Creates communicators over `sets` of axes ("dp", "dp,tp", "x:(1)2"). Collective.)")
       .def(
           "plan",
           [](MeshComms& self, const mesh::Layout& from, const mesh::Layout& to,
              const mesh::Shape& shape,
              int64_t element_size) { return *self.plan(from, to, shape, element_size); },
           py::arg("from_layout"), py::arg("to_layout"), py::arg("shape"), py::arg("element_size"),
-          "How a tensor is brought from one layout to another.")
+          "Returns the cheapest Plan by `cost` that reshards a tensor of global shape `shape`, "
+          "with elements of `element_size` bytes, from `from_layout` to `to_layout`. Plans are "
+          "cached.")
+      .def_property_readonly("_is_open", &MeshComms::is_open,
+                             "True until close(), or until its communicator ends.")
+      .def("_add_part", &MeshComms::add_part, py::arg("part"), "Makes close() close `part` first.")
       .def("close", &MeshComms::close, py::call_guard<py::gil_scoped_release>(),
-           "Finalizes the communicators that were made here, not the given one. Collective.")
+           "Finalizes the communicators that this object created, but not the one it was given. "
+           "Collective. The mesh is unusable afterwards.")
       .def("__repr__", [](const MeshComms& self) {
         return concat("<", self.mesh().str(), " '", self.name(), "' rank ", self.rank(), ">");
       });

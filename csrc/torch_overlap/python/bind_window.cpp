@@ -62,41 +62,46 @@ std::string repr(const TorchCommWindow& window) {
 }
 
 constexpr const char* kWindowDoc =
-    R"(A tensor on every rank that the others write to without its help. TorchComm.new_window() makes it.
+    R"(A tensor on every rank that the other ranks write without its participation.
+
+TorchComm.new_window() creates it. Example:
 
     window.put(x, dst_rank=1, offset=0, async_op=False)         # rank 0
     window.signal(1, async_op=False)
 
     window.wait_signal(0, async_op=False)                       # rank 1: x is in window.get_tensor()
 
-Puts and signals to one rank take effect in the order of issue, so what was put before a signal is there after the wait
-that consumes the signal. put signals only with signal=True. A signal belongs to its window and its pair of ranks, is counted,
-and is consumed by one wait. A rank that still reads what the next put overwrites is not waited for: let it signal back.
+Order: puts and signals to one rank take effect in the order of issue, so data that was put before a
+signal is visible after the wait that consumes the signal. put() signals only with signal=True.
+Signals belong to their window and pair of ranks, are counted, and each is consumed by one wait.
+Nothing keeps a put from overwriting data that the owner still reads: the owner must signal back.
 
-A wait holds up nothing that is issued after it with async_op=True. It ends with OperationTimeoutError when no signal
-comes in time, which breaks the communicator. In a CUDA graph all three are nodes; replays and eager calls mix.)";
+A wait does not block operations that are issued after it with async_op=True. If no signal arrives
+before the timeout, it ends with OperationTimeoutError, and the communicator is unusable. In a CUDA
+graph, put, signal and wait_signal become nodes; replays and eager calls can be mixed.)";
 
 }  // namespace
 
 void register_window(py::module_& module) {
   py::native_enum<WinAccessType>(module, "TorchCommWinAccessType", "enum.Enum",
-                                 "How a rank gets at another's part of a window.")
+                                 "Access of a rank to another rank's part of a window.")
       .value("WIN_ACCESS_TYPE_UNIFIED", WinAccessType::WIN_ACCESS_TYPE_UNIFIED)
       .value("WIN_ACCESS_TYPE_SEPARATE", WinAccessType::WIN_ACCESS_TYPE_SEPARATE)
       .finalize();
 
-  py::class_<WindowAttr>(module, "TorchCommWindowAttr", "What get_attr() tells of a rank's part.")
+  py::class_<WindowAttr>(module, "TorchCommWindowAttr",
+                         "Attributes of a rank's part of a window; get_attr() returns them.")
       .def_readonly("access_type", &WindowAttr::access_type,
-                    "UNIFIED: map_remote_tensor() gives it. SEPARATE: only put() and "
-                    "signal() reach it.");
+                    "UNIFIED if map_remote_tensor() can map the part; SEPARATE if only put() and "
+                    "signal() can reach it.");
 
   py::class_<TorchCommWindow, WindowPtr>(module, "TorchCommWindow", kWindowDoc,
                                          py::release_gil_before_calling_cpp_dtor())
       .def("_tensor_register",
            [](TorchCommWindow& self, const Tensor& tensor, H owning) {
-             const bool keeps = to_bool("tensor_register", "owning", owning);
+             const bool is_owning = to_bool("tensor_register", "owning", owning);
              const py::gil_scoped_release no_gil;
-             self.tensor_register(tensor, keeps);
+             self.tensor_register(tensor, is_owning);
            })
       .def("_tensor_deregister", &TorchCommWindow::tensor_deregister,
            py::call_guard<py::gil_scoped_release>())
@@ -123,17 +128,16 @@ void register_window(py::module_& module) {
             return py::reinterpret_borrow<py::object>(
                 reinterpret_cast<PyObject*>(torch::getTHPDtype(self.dtype())));
           },
-          "The dtype of every rank's tensor.")
+          "dtype of every rank's tensor.")
       .def_property_readonly(
           "shape",
           [](const TorchCommWindow& self) {
             return py::module_::import("torch").attr("Size")(self.sizes());
           },
-          "The shape of this rank's tensor.")
-      .def_property_readonly("device", &TorchCommWindow::device,
-                             "The device of this rank's tensor.")
+          "Shape of this rank's tensor.")
+      .def_property_readonly("device", &TorchCommWindow::device, "Device of this rank's tensor.")
       .def("__copy__", [](const py::object& self) { return self; })
-      .def("__deepcopy__", &deep_copy_is_itself, py::arg("memo"))
+      .def("__deepcopy__", &deepcopy_as_self, py::arg("memo"))
       .def(
           "__eq__", [](const py::handle& self, const py::handle& other) { return self.is(other); },
           py::is_operator())
@@ -147,7 +151,7 @@ void register_window(py::module_& module) {
            })
       .def_property_readonly(
           "mem_allocator", [](const py::object& self) { return self.attr("get_mem_allocator")(); },
-          "What get_mem_allocator() returns.")
+          "The allocator that get_mem_allocator() returns.")
       .def("_tensor_register", &TorchComm::tensor_register,
            py::call_guard<py::gil_scoped_release>())
       .def("_tensor_deregister", &TorchComm::tensor_deregister,
@@ -162,7 +166,7 @@ void register_window(py::module_& module) {
       py::call_guard<py::gil_scoped_release>());
   module.def("_get_window", &get_window, py::call_guard<py::gil_scoped_release>());
   module.def("window_names", &window_names, py::call_guard<py::gil_scoped_release>(),
-             "The names of the live windows of this process.");
+             "Returns the names of the live windows of this process.");
 }
 
 }  // namespace torch_overlap::python

@@ -8,12 +8,12 @@ namespace torch_overlap::python {
 namespace {
 
 constexpr const char* kWorkDoc =
-    R"(One operation that was issued. It keeps the tensors alive until the operation is done. Any thread may use it.)";
+    R"(An issued operation. It keeps its tensors alive until the operation is done. Thread-safe.)";
 
 }  // namespace
 
 void register_work(py::module_& module) {
-  py::native_enum<WorkStatus>(module, "WorkStatus", "enum.Enum", "Where an operation is.")
+  py::native_enum<WorkStatus>(module, "WorkStatus", "enum.Enum", "State of an operation.")
       .value("NOT_STARTED", WorkStatus::NOT_STARTED)
       .value("INPROGRESS", WorkStatus::INPROGRESS)
       .value("COMPLETED", WorkStatus::COMPLETED)
@@ -21,7 +21,7 @@ void register_work(py::module_& module) {
       .value("ERROR", WorkStatus::ERROR)
       .finalize();
 
-  // The last reference may end a communicator, whose threads may want the GIL.
+  // The last reference may destroy a communicator, whose threads may need the GIL.
   py::class_<TorchWork, WorkPtr>(module, "TorchWork", kWorkDoc,
                                  py::release_gil_before_calling_cpp_dtor())
       .def("_wait",
@@ -38,7 +38,7 @@ void register_work(py::module_& module) {
            })
       .def("_is_completed", &TorchWork::is_completed, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("stream", &TorchWork::stream,
-                             "The torch.Stream that the operation runs on; None on CPU.")
+                             "torch.Stream that the operation runs on; None on CPU.")
       .def("_status", &TorchWork::status, py::call_guard<py::gil_scoped_release>())
       .def("_exception",
            [](TorchWork& self) {

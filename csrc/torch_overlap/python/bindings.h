@@ -6,7 +6,7 @@ namespace torch_overlap {
 class TorchWork;
 }
 
-// Python knows one class of works: an operation that returns one has no time to look for others.
+// All works have one Python class, so that operations do not pay for a lookup of the dynamic type.
 template <>
 struct pybind11::polymorphic_type_hook<torch_overlap::TorchWork> {
   static const void* get(const torch_overlap::TorchWork* work, const std::type_info*& /*type*/) {
@@ -14,17 +14,17 @@ struct pybind11::polymorphic_type_hook<torch_overlap::TorchWork> {
   }
 };
 
-// One function a concept; module.cpp calls them in an order in which every signature finds its
-// types. A method whose name begins with an underscore takes all its arguments, by position:
-// torch_overlap/_methods has the public one, with its signature, defaults and documentation.
+// One function per concept. module.cpp calls them in an order in which every signature finds its
+// types. A method whose name begins with an underscore requires all its arguments by position:
+// torch_overlap/_methods has the public method, with its signature, defaults and documentation.
 namespace torch_overlap::python {
 
 void register_errors(
-    pybind11::module_& module);  // Error and its subclasses, and how C++ ones become them
-void register_build(
-    pybind11::module_& module);  // what this build is, and the environment's variables
-void register_reduce_op(pybind11::module_& module);    // RedOpType, ReduceOp
-void register_options(pybind11::module_& module);      // CommOptions and one class an operation
+    pybind11::module_& module);  // Error, its subclasses, and the translation of C++ errors
+void register_build(pybind11::module_& module);  // build configuration and environment variables
+void register_reduce_op(pybind11::module_& module);  // RedOpType, ReduceOp
+// CommOptions and one options class per operation.
+void register_options(pybind11::module_& module);
 void register_work(pybind11::module_& module);         // WorkStatus, TorchWork
 void register_comm(pybind11::module_& module);         // OpName, TorchComm, _new_comm, _abort_all
 void register_collectives(pybind11::module_& module);  // the operations of TorchComm
@@ -34,15 +34,15 @@ void register_hooks(pybind11::module_& module);        // RemovableHandle, Torch
 void register_reconfigure(pybind11::module_& module);  // TorchComm.reconfigure, set_timeout, ...
 void register_recorder(pybind11::module_& module);     // flight recorder, log of calls, health
 void register_backends(pybind11::module_& module);     // built_backends, backends written in Python
-void register_gloo(pybind11::module_& module);         // who makes torch's gloo
+void register_gloo(pybind11::module_& module);         // factory of torch's gloo
 void register_c10d(pybind11::module_& module);         // the torch.distributed backend
-void register_gemm(pybind11::module_& module);         // ScalingMode, GemmArgs, the products
+void register_gemm(pybind11::module_& module);         // ScalingMode, GemmArgs, the GEMM functions
 void register_mesh(pybind11::module_& module);         // the planner: _C._mesh
-void register_spmd(pybind11::module_& module);         // MeshComms: a mesh that is connected
+void register_spmd(pybind11::module_& module);         // MeshComms: a connected mesh
 void register_overlap_config(pybind11::module_& module);  // CommOverlapConfig and its enums
 void register_overlap(pybind11::module_& module);         // CommOverlap classes and their registry
 
-// Python's part of end_process() (comm/process_end.h).
-void write_stacks_at_process_end();
+// Installs Python's part of abort_process() (comm/process_abort.h).
+void install_stack_writer();
 
 }  // namespace torch_overlap::python

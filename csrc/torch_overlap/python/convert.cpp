@@ -25,7 +25,7 @@ py::object borrow(const SharedObject& object) {
   return py::reinterpret_borrow<py::object>(object.get());
 }
 
-py::object deep_copy_is_itself(const py::object& self, const py::dict& memo) {
+py::object deepcopy_as_self(const py::object& self, const py::dict& memo) {
   memo[py::cast(reinterpret_cast<std::uintptr_t>(self.ptr()))] = self;
   return self;
 }
@@ -85,12 +85,12 @@ std::optional<Milliseconds> to_timeout(std::string_view op, py::handle timeout) 
   TORCH_OVERLAP_CHECK(PyDelta_Check(timeout.ptr()), kType, op,
                       ": expected a datetime.timedelta for timeout, got ", describe(timeout),
                       "; write timedelta(seconds=...)");
-  // Whole days first: all of a timedelta in microseconds need not fit.
+  // Whole days come first: a whole timedelta in microseconds may overflow.
   const auto days =
       std::chrono::hours(24) * static_cast<int64_t>(PyDateTime_DELTA_GET_DAYS(timeout.ptr()));
   TORCH_OVERLAP_CHECK(days.count() >= 0, kValue, op, ": expected a timeout >= 0, got ",
                       describe(timeout));
-  if (days >= kLongestTimeout) return kLongestTimeout;
+  if (days >= kMaxTimeout) return kMaxTimeout;
   const std::chrono::microseconds rest =
       std::chrono::seconds(PyDateTime_DELTA_GET_SECONDS(timeout.ptr())) +
       std::chrono::microseconds(PyDateTime_DELTA_GET_MICROSECONDS(timeout.ptr()));
@@ -140,7 +140,7 @@ void Warnings::emit() {
   }
 }
 
-void fail_options(std::string_view op, py::handle expected, py::handle got) {
+void fail_options_type(std::string_view op, py::handle expected, py::handle got) {
   fail(ErrorKind::kType, op, ": expected ", type_name(expected), " for options, got ",
        describe(got));
 }
@@ -152,7 +152,7 @@ py::object from_exception(const std::exception_ptr& error) {
   } catch (const py::error_already_set& python) {
     return python.value();
   } catch (const Error& ours) {
-    return class_of(ours.kind())(ours.what());
+    return error_class_of(ours.kind())(ours.what());
   } catch (const std::exception& other) {
     return py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(other.what());
   }

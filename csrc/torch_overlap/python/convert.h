@@ -13,62 +13,63 @@
 #include "torch_overlap/comm/options.h"
 #include "torch_overlap/comm/reduce_op.h"
 
-// Between Python values and ours. Optional arguments come as handles and are looked at only when
-// they are not None: an operation without them pays nothing for them.
+// Conversions between Python and C++ values. Optional arguments are passed as handles and converted
+// only if they are not None, so an operation without them has no overhead.
 namespace torch_overlap::python {
 
 namespace py = pybind11;
 
-// A Python object that C++ may drop on any thread. After the interpreter's end it is let go
-// unfreed.
+// A Python object that C++ may release on any thread. After the interpreter has ended it is leaked.
 using SharedObject = std::shared_ptr<PyObject>;
 SharedObject share(py::object object);
 py::object borrow(const SharedObject& object);
 
-// __deepcopy__ of an object that has no copies: itself.
-py::object deep_copy_is_itself(const py::object& self, const py::dict& memo);
+// __deepcopy__ of an object that cannot be copied: returns the object itself.
+py::object deepcopy_as_self(const py::object& self, const py::dict& memo);
 
-// "numpy.ndarray", "int".
+// Returns the name of a type: "numpy.ndarray", "int".
 std::string type_name(py::handle type);
-// How errors show a value: "5 (int)"; the type alone where its text may be long, or on a GPU.
+// Returns a value as error messages show it: "5 (int)"; only the type if its text may be long or it
+// is on a GPU.
 std::string describe(py::handle value);
 
-// `name` is the argument's in errors. A bool of Python or NumPy.
+// Converts a bool of Python or NumPy. `name`: the argument's name in errors.
 bool to_bool(std::string_view op, std::string_view name, py::handle value);
 std::optional<bool> to_bool_or_none(std::string_view op, std::string_view name, py::handle value);
 std::optional<std::string> to_string_or_none(std::string_view op, std::string_view name,
                                              py::handle value);
 int to_int(std::string_view op, std::string_view name, int64_t value);
 
-// A timedelta, rounded up to milliseconds (0 would mean the default). None is nullopt.
+// Converts a timedelta, rounded up to milliseconds because 0 would mean the default. None is
+// nullopt.
 std::optional<Milliseconds> to_timeout(std::string_view op, py::handle timeout);
 py::object from_timeout(Milliseconds timeout);
 
-// A dict of strings; None is empty.
+// Converts a dict of strings; None is empty.
 Hints to_hints(std::string_view op, py::handle hints, std::string_view name = "hints");
-// Read-only: a write to a copy would be lost without notice.
+// Returns a read-only view, because a write to a copy would be lost silently.
 py::object from_hints(const Hints& hints);
 
-// The object belongs to `op`, which the caller's arguments hold.
+// The returned object belongs to `op`, which the caller's arguments keep alive.
 const ReduceOp& to_reduce_op(std::string_view name, py::handle op);
 
-// The Python exception for a C++ one.
+// Returns the Python exception for a C++ one.
 py::object from_exception(const std::exception_ptr& error);
-// The class of an error's kind. The reference is the module's.
-py::handle class_of(ErrorKind kind);
+// Returns the Python class of an error's kind, as a reference borrowed from the module.
+py::handle error_class_of(ErrorKind kind);
 
-// Keeps the warnings of a call, which has no GIL, until they can become Python's.
+// Collects the warnings of a call that runs without the GIL, until they can become Python warnings.
 class Warnings : public c10::WarningHandler {
  public:
   void process(const c10::Warning& warning) override { messages_.push_back(warning.msg()); }
-  // Needs the GIL. Throws where the user's filter makes errors of warnings.
+  // Requires the GIL. Throws if the user's filter turns warnings into errors.
   void emit();
 
  private:
   std::vector<std::string> messages_;
 };
 
-// Runs `body` without the GIL; what it warns of becomes Python warnings.
+// Runs `body` without the GIL. Its warnings become Python warnings.
 template <typename Body>
 auto without_gil(const Body& body) -> decltype(body()) {
   Warnings warnings;
@@ -81,16 +82,16 @@ auto without_gil(const Body& body) -> decltype(body()) {
   return result;
 }
 
-// `expected`: the class.
-[[noreturn]] void fail_options(std::string_view op, py::handle expected, py::handle got);
+// `expected`: the options class.
+[[noreturn]] void fail_options_type(std::string_view op, py::handle expected, py::handle got);
 
-// `hints` and `timeout` over those of `options`.
+// Returns `options` with `hints` and `timeout` overriding its fields.
 template <typename Options>
 OpOptions to_options(std::string_view op, py::handle hints, py::handle timeout,
                      py::handle options) {
   OpOptions out;
   if (!options.is_none()) {
-    if (!py::isinstance<Options>(options)) fail_options(op, py::type::of<Options>(), options);
+    if (!py::isinstance<Options>(options)) fail_options_type(op, py::type::of<Options>(), options);
     out = options.cast<const Options&>();
   }
   if (!hints.is_none()) {

@@ -12,8 +12,9 @@ namespace {
 
 namespace py = pybind11;
 
-// What a handler raised, until Python has it: where C++ takes the Error for another and goes on,
-// the next wait raises it. The main thread's, under Python's lock.
+// The exception that a handler raised, until Python receives it. If C++ code handles the Error as
+// another one and continues, the next wait raises it again. Belongs to the main thread, guarded by
+// the GIL.
 std::unique_ptr<py::error_already_set>& raised() {
   static auto* held = new std::unique_ptr<py::error_already_set>;
   return *held;

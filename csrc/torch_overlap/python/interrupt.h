@@ -2,10 +2,11 @@
 
 namespace torch_overlap::python {
 
-// Waits of the main thread run Python's handlers of signals from now on.
+// Makes waits of the main thread run Python's signal handlers from now on.
 void watch_signals();
 
-// Sets what the handler raised, KeyboardInterrupt for example, as Python's error again.
+// Sets the exception that the handler raised, for example KeyboardInterrupt, as Python's error
+// again.
 void restore_interrupt();
 
 }  // namespace torch_overlap::python

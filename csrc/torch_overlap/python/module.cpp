@@ -1,11 +1,11 @@
-// torch_overlap._C: the Python face of libtorch_overlap.so. torch_overlap/__init__.py loads the
-// library first.
+// torch_overlap._C: the Python bindings of libtorch_overlap.so, which torch_overlap/__init__.py
+// loads first.
 
 #include "torch_overlap/python/bindings.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace torch_overlap::python;
-  // The types of Store, Backend and Tensor in the signatures.
+  // Registers the types of Store, Backend and Tensor that the signatures use.
   pybind11::module_::import("torch.distributed");
   register_errors(module);
   register_build(module);
@@ -27,5 +27,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_spmd(module);
   register_overlap_config(module);
   register_overlap(module);
-  write_stacks_at_process_end();
+  install_stack_writer();
 }

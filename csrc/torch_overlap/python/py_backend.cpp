@@ -8,17 +8,18 @@
 namespace torch_overlap::python {
 namespace {
 
-// Of the work's wait(timeout) that raised: it ran out, or could not wait at all, and the operation
-// goes on. Needs the GIL.
-bool goes_on(const py::object& work, const py::error_already_set& error, bool is_past_deadline) {
+// True if the work's wait(timeout) raised because it timed out or cannot wait at all, and the
+// operation is still running. Requires the GIL.
+bool is_still_running(const py::object& work, const py::error_already_set& error,
+                      bool is_past_deadline) {
   if (!is_past_deadline && !error.matches(PyExc_TimeoutError) &&
-      !error.matches(class_of(ErrorKind::kUnsupported))) {
+      !error.matches(error_class_of(ErrorKind::kUnsupported))) {
     return false;
   }
   return !py::hasattr(work, "is_completed") || !work.attr("is_completed")().cast<bool>();
 }
 
-// The object that a Python backend returned, or none: then the operation is done.
+// The object that a Python backend returned, or None: then the operation is done.
 class PyWork : public TorchWork {
  public:
   PyWork(py::object work, Call::Tensors tensors)
@@ -43,7 +44,7 @@ class PyWork : public TorchWork {
 
   std::exception_ptr exception() override { return to_exception(error()); }
 
-  // Nobody watches a Python work: it is noticed at wait().
+  // Nothing polls a Python work: completion is noticed at wait().
   void on_completion(std::function<void(std::exception_ptr)> callback) override {
     {
       const std::lock_guard lock(mutex_);
@@ -58,13 +59,13 @@ class PyWork : public TorchWork {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // The exception object; null while there is none.
+  // Returns the exception object; null if there is none.
   SharedObject error() {
     const std::lock_guard lock(mutex_);
     return error_;
   }
 
-  // A new C++ exception each time: py::error_already_set can be raised in Python only once.
+  // Returns a new C++ exception each time: py::error_already_set can be raised in Python only once.
   static std::exception_ptr to_exception(const SharedObject& error) {
     if (!error) return nullptr;
     const py::gil_scoped_acquire gil;
@@ -77,7 +78,7 @@ class PyWork : public TorchWork {
     if (auto failure = exception()) std::rethrow_exception(failure);
   }
 
-  // The exception object that the operation ended with, or null. Throws when the time ran out.
+  // Returns the exception object that the operation ended with, or null. Throws on a timeout.
   SharedObject wait_in_python(std::optional<std::chrono::milliseconds> timeout) {
     const py::gil_scoped_acquire gil;
     const py::object work = borrow(work_);
@@ -85,12 +86,12 @@ class PyWork : public TorchWork {
     try {
       if (timeout) {
         py::module_::import("torch_overlap.comm")
-            .attr("_wait_within")(work, from_timeout(*timeout));
+            .attr("_wait_with_timeout")(work, from_timeout(*timeout));
       } else {
         work.attr("wait")();
       }
     } catch (const py::error_already_set& raised) {
-      if (timeout && goes_on(work, raised, Clock::now() >= deadline)) throw;
+      if (timeout && is_still_running(work, raised, Clock::now() >= deadline)) throw;
       return share(raised.value());
     }
     return nullptr;
@@ -98,7 +99,7 @@ class PyWork : public TorchWork {
 
   void settle(SharedObject error) {
     std::vector<std::function<void(std::exception_ptr)>> callbacks;
-    Call::Tensors tensors;  // dropped after the lock
+    Call::Tensors tensors;  // destroyed after the lock is released
     {
       const std::lock_guard lock(mutex_);
       if (done_) return;

@@ -9,13 +9,13 @@
 
 namespace torch_overlap::python {
 
-// A backend written in Python (torch_overlap.TorchCommBackend): one object of the user's class for
-// each communicator. Operations reach it validated, as its method of the operation's name, with
-// positional arguments; it returns None when done, or an object with wait(). Python runs under the
-// GIL on the thread that issues; waiting too.
+// A backend written in Python (torch_overlap.TorchCommBackend): one object of the user's class per
+// communicator. It receives validated operations as calls of the method of the operation's name,
+// with positional arguments. The method returns None when the operation is done, or an object with
+// wait(). Python code runs under the GIL on the issuing thread, and waits do too.
 class PyBackend : public Backend {
  public:
-  // Makes an object of `type` and calls its init(device, name, options). Needs the GIL.
+  // Creates an object of `type` and calls its init(device, name, options). Requires the GIL.
   PyBackend(SharedObject type, const BackendContext& context);
 
   std::string version() const override;

@@ -8,7 +8,7 @@
 
 namespace torch_overlap::python {
 
-// Takes a hook out again. Dropping the handle leaves the hook in.
+// Removes a hook. Destroying the handle does not remove it.
 class RemovableHandle {
  public:
   RemovableHandle(const std::shared_ptr<TorchComm>& comm, std::function<bool(Hooks&)> remove)

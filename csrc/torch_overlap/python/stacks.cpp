@@ -1,4 +1,4 @@
-#include "torch_overlap/comm/process_end.h"
+#include "torch_overlap/comm/process_abort.h"
 #include "torch_overlap/comm/shutdown.h"
 #include "torch_overlap/python/bindings.h"
 
@@ -14,12 +14,13 @@ void write_stacks() {
   try {
     constexpr int kStderr = 2;
     py::module_::import("faulthandler").attr("dump_traceback")(kStderr);
-  } catch (const py::error_already_set&) {  // a process ends here: nobody could act on it
+    // The process is about to end: no caller can handle the error.
+  } catch (const py::error_already_set&) {
   }
 }
 
 }  // namespace
 
-void write_stacks_at_process_end() { set_stack_writer(&write_stacks); }
+void install_stack_writer() { set_stack_writer(&write_stacks); }
 
 }  // namespace torch_overlap::python

@@ -1,6 +1,7 @@
 #include "torch_overlap/spmd/mesh_comms.h"
 
 #include <algorithm>
+#include <exception>
 #include <numeric>
 #include <utility>
 
@@ -17,17 +18,17 @@ using mesh::Mesh;
 using mesh::Plan;
 using mesh::Shape;
 
-constexpr size_t kMostPlans = 4096;
-constexpr size_t kAxesWithAllSets = 3;
+constexpr size_t kMaxCachedPlans = 4096;
+constexpr size_t kMaxAxesForAllSets = 3;
 
 struct Registry {
   ForkSafeMutex mutex;
   std::vector<std::weak_ptr<MeshComms>> entries;
 };
 
-Registry& mesh_registry() { return ProcessWide<Registry>::get(); }
+Registry& mesh_registry() { return LeakySingleton<Registry>::get(); }
 
-// The order of the mesh; axes of size 1 join nobody.
+// Sorts axes by the order of the mesh, and drops those of size 1, which join no ranks.
 AxisList in_mesh_order(AxisList axes) {
   std::erase_if(axes, [](const AxisRef& ref) { return ref.size == 1; });
   std::sort(axes.begin(), axes.end());
@@ -40,7 +41,7 @@ std::vector<AxisList> default_sets(const Mesh& mesh) {
     if (axis.size > 1) all.push_back(mesh.axis(axis.name));
   }
   std::vector<AxisList> sets;
-  if (all.size() > kAxesWithAllSets) {
+  if (all.size() > kMaxAxesForAllSets) {
     for (const AxisRef& ref : all) sets.push_back({ref});
     sets.push_back(all);
     return sets;
@@ -93,14 +94,16 @@ std::shared_ptr<MeshComms> MeshComms::connect(Mesh mesh, std::shared_ptr<TorchCo
       new MeshComms(std::move(mesh), std::move(comm), std::move(name), std::move(cost)));
   Registry& registry = mesh_registry();
   {
-    std::vector<std::shared_ptr<MeshComms>> others;  // may die here, after the lock
+    // May be destroyed here, after the lock is released.
+    std::vector<std::shared_ptr<MeshComms>> others;
     const std::lock_guard lock(registry.mutex);
     others.reserve(registry.entries.size());
     for (const auto& entry : registry.entries) {
       others.push_back(entry.lock());
       const auto& other = others.back();
       if (!other) continue;
-      const bool is_other = other->name_ != made->name_ || other->maker_ != made->maker_;
+      const bool is_other =
+          other->name_ != made->name_ || other->creator_thread_ != made->creator_thread_;
       TORCH_OVERLAP_CHECK(is_other || !other->is_open(), kValue,
                           "connect: expected a name that no live mesh has, got '", made->name_,
                           "'; give another one, or close that mesh");
@@ -113,7 +116,7 @@ std::shared_ptr<MeshComms> MeshComms::connect(Mesh mesh, std::shared_ptr<TorchCo
 }
 
 std::shared_ptr<MeshComms> MeshComms::find(std::string_view name) {
-  std::vector<std::shared_ptr<MeshComms>> named;  // dies after the lock
+  std::vector<std::shared_ptr<MeshComms>> named;  // destroyed after the lock is released
   std::vector<std::string> known;
   {
     Registry& registry = mesh_registry();
@@ -126,26 +129,26 @@ std::shared_ptr<MeshComms> MeshComms::find(std::string_view name) {
     }
   }
   std::erase_if(named, [&](const auto& one) { return one->name_ != name; });
-  bool was_mine = false;
+  bool was_on_this_thread = false;
   std::shared_ptr<MeshComms> open;
   size_t count = 0;
   for (const auto& one : named) {
-    const bool is_mine = one->maker_ == std::this_thread::get_id();
-    was_mine = was_mine || is_mine;
+    const bool is_on_this_thread = one->creator_thread_ == std::this_thread::get_id();
+    was_on_this_thread = was_on_this_thread || is_on_this_thread;
     if (!one->is_open()) continue;
-    if (is_mine) return one;
+    if (is_on_this_thread) return one;
     open = one;
     ++count;
   }
-  TORCH_OVERLAP_CHECK(!was_mine, kState, "mesh '", name,
+  TORCH_OVERLAP_CHECK(!was_on_this_thread, kState, "mesh '", name,
                       "': expected an open mesh, got one that was closed");
   TORCH_OVERLAP_CHECK(count == 1, kValue, "mesh: expected the name of a connected mesh",
                       count > 1 ? " of this thread" : "", ", got '", name, "'; there are ",
                       list_string(known));
-  return open;  // this thread is one of autograd's, say
+  return open;  // this thread may be one of autograd's
 }
 
-std::string MeshComms::axes_name(const AxisList& axes) const {
+std::string MeshComms::format_axes(const AxisList& axes) const {
   std::string out;
   for (const AxisRef& ref : axes) out += concat(out.empty() ? "" : ",", mesh_.name(ref));
   return out;
@@ -155,16 +158,16 @@ void MeshComms::prepare(const std::vector<AxisList>& sets) {
   std::lock_guard lock(mutex_);
   for (const AxisList& axes : sets) {
     for (const AxisRef& ref : axes) mesh_.check(ref);
-    make_group(in_mesh_order(axes), /*may_split=*/true);
+    find_or_make_group(in_mesh_order(axes), /*may_split=*/true);
   }
 }
 
 const Group& MeshComms::group(const AxisList& axes, bool may_split) {
   std::lock_guard lock(mutex_);
-  return make_group(in_mesh_order(axes), may_split);
+  return find_or_make_group(in_mesh_order(axes), may_split);
 }
 
-const Group& MeshComms::make_group(const AxisList& axes, bool may_split) {
+const Group& MeshComms::find_or_make_group(const AxisList& axes, bool may_split) {
   TORCH_OVERLAP_CHECK(!closed_, kState, "mesh '", name_,
                       "': expected an open mesh, got one that was closed");
   const auto known = groups_.find(axes);
@@ -181,11 +184,11 @@ const Group& MeshComms::make_group(const AxisList& axes, bool may_split) {
       made.comm = comm_;
     } else {
       TORCH_OVERLAP_CHECK(may_split && !comm_->is_capturing(), kState, "mesh '", name_,
-                          "': expected a communicator over [", axes_name(axes),
+                          "': expected a communicator over [", format_axes(axes),
                           "], got none, and none is made while a graph is captured or a compiler "
                           "traces; call prepare(\"",
-                          axes_name(axes), "\") before");
-      made.comm = comm_->split(ranks, concat(name_, "/", axes_name(axes)));
+                          format_axes(axes), "\") before");
+      made.comm = comm_->split(ranks, concat(name_, "/", format_axes(axes)));
     }
     made.comm_name = made.comm->name();
   }
@@ -214,7 +217,7 @@ std::shared_ptr<const Plan> MeshComms::plan(std::string_view from, std::string_v
   auto made = std::make_shared<const Plan>(mesh::plan_reshard(
       Layout::parse(mesh_, from), Layout::parse(mesh_, to), shape, element_size, cost_));
   std::lock_guard lock(mutex_);
-  if (plans_.size() >= kMostPlans) plans_.clear();
+  if (plans_.size() >= kMaxCachedPlans) plans_.clear();
   return plans_.try_emplace(std::move(key), std::move(made)).first->second;
 }
 
@@ -222,12 +225,37 @@ bool MeshComms::is_open() const {
   return process_.is_current() && !closed_ && !comm_->is_finalized() && !comm_->is_aborted();
 }
 
+void MeshComms::add_part(std::shared_ptr<MeshComms> part) {
+  std::lock_guard lock(mutex_);
+  parts_.push_back(std::move(part));
+}
+
 void MeshComms::close() {
   std::lock_guard lock(mutex_);
   if (closed_.exchange(true)) return;
-  for (auto& [axes, group] : groups_) {
-    if (group.comm && group.comm != comm_ && !group.comm->is_finalized()) group.comm->finalize();
+  // Every communicator is finalized, also if one fails; the first error is thrown at the end.
+  std::exception_ptr first_error;
+  const auto attempt = [&first_error](const auto& action) {
+    try {
+      action();
+    } catch (...) {
+      if (!first_error) first_error = std::current_exception();
+    }
+  };
+  for (const auto& part : parts_) {
+    attempt([&] { part->close(); });
+    // The communicator of a single rank was split off for the part; others are in groups_.
+    if (part->comm_->size() == 1 && !part->comm_->is_finalized()) {
+      attempt([&] { part->comm_->finalize(); });
+    }
   }
+  parts_.clear();
+  for (auto& [axes, group] : groups_) {
+    if (group.comm && group.comm != comm_ && !group.comm->is_finalized()) {
+      attempt([&] { group.comm->finalize(); });
+    }
+  }
+  if (first_error) std::rethrow_exception(first_error);
 }
 
 }  // namespace torch_overlap::spmd

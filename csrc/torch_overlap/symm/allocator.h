@@ -11,8 +11,8 @@
 
 namespace torch_overlap {
 
-// Memory that other ranks can map, of one kind of device. A folder a kind (host/, cuda/), which
-// registers itself: what is built decides what there is.
+// Memory of one device type that other ranks can map. Each type has a directory (host/, cuda/) and
+// registers itself, so the build determines which types exist.
 //
 // Threads: any.
 class TORCH_OVERLAP_API SymmetricAllocator {
@@ -20,48 +20,51 @@ class TORCH_OVERLAP_API SymmetricAllocator {
   virtual ~SymmetricAllocator() = default;
 
   // Throws if the calling thread's current stream of such a device is being captured in a graph:
-  // memory is neither made nor mapped there. `op` is for the error.
-  virtual void refuse_capture(std::string_view op) const {}
+  // memory is neither allocated nor mapped there. `op` is for the error.
+  virtual void check_not_capturing(std::string_view op) const {}
 
-  // `bytes` > 0 of memory, all zero, as a tensor of bytes. No communication.
+  // Allocates `bytes` > 0 of zeroed memory, as a tensor of bytes. No communication.
   virtual at::Tensor allocate(int64_t bytes, c10::Device device) = 0;
 
-  // What others need to map this rank's range of memory. It holds the memory until the others have.
+  // Everything that other ranks need to map this rank's range of memory. Holds the memory until
+  // they have mapped it.
   struct Export {
-    // One for other processes; empty where only threads of this process can have it, as `only_here`
-    // then says.
+    // Descriptor for other processes. Empty if only threads of this process can access the memory;
+    // `not_exportable_reason` is then set.
     Descriptor descriptor;
-    std::string only_here;
-    uint64_t allocation_bytes = 0;  // of all that the descriptor stands for
-    uint64_t offset = 0;            // of the range in it
-    std::string device;             // what obstacle() on another rank needs to know
-    std::shared_ptr<void> keeper;
+    std::string not_exportable_reason;
+    uint64_t allocation_bytes = 0;  // of the whole allocation of the descriptor
+    uint64_t offset = 0;            // offset in bytes of the range in the allocation
+    std::string device;             // input of unreachable_reason() on another rank
+    std::shared_ptr<void> keep_alive;
   };
-  // Throws where the memory cannot be shared at all. `op` is for the error.
+  // Throws if the memory cannot be shared at all. `op` is for the error.
   virtual Export share(std::string_view op, const at::Tensor& tensor) = 0;
 
-  // Why `device` cannot reach memory of the device that another rank's Export describes; empty if
-  // it can.
-  virtual std::string obstacle(c10::Device device, const std::string& theirs) { return {}; }
-  // Whether this process sees that device, and so obstacle() the link to it: what is hidden can be
-  // mapped as well, over whatever it may be.
+  // Returns why `device` cannot reach memory of the device that another rank's Export describes;
+  // empty if it can.
+  virtual std::string unreachable_reason(c10::Device device, const std::string& theirs) {
+    return {};
+  }
+  // Returns true if that device is visible to this process, so that unreachable_reason() knows the
+  // link to it. Memory of a hidden device can be mapped as well, over any kind of link.
   virtual bool sees(const std::string& theirs) { return false; }
-  // Whether threads of one process use each other's pointers as they are.
-  virtual bool shares_pointers() const = 0;
+  // Returns true if threads of one process use each other's pointers directly.
+  virtual bool has_shared_address_space() const = 0;
 
-  // Another rank's range in this process.
+  // Another rank's range, mapped into this process.
   struct Mapping {
     void* pointer = nullptr;
-    std::shared_ptr<void> keeper;  // its end unmaps
+    std::shared_ptr<void> keep_alive;  // unmaps when it is destroyed
   };
   virtual Mapping map(c10::Device device, const Descriptor& descriptor, uint64_t allocation_bytes,
                       uint64_t offset) = 0;
 };
 
-// One for each kind of device; registering twice replaces it.
+// Each device type has one allocator; registering a type again replaces it.
 TORCH_OVERLAP_API void register_symmetric_allocator(c10::DeviceType type,
                                                     std::shared_ptr<SymmetricAllocator> allocator);
-// Throws kUnsupported, naming `op`, where there is none.
+// Throws kUnsupported, naming `op`, if the type has no allocator.
 TORCH_OVERLAP_API SymmetricAllocator& symmetric_allocator(std::string_view op,
                                                           c10::DeviceType type);
 

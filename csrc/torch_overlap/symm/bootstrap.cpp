@@ -18,21 +18,22 @@ Fault Fault::current() {
   }
 }
 
-std::vector<std::string> tell_all(Bootstrap& bootstrap, const std::string& said,
-                                  const Fault& mine) {
+std::vector<std::string> all_gather_or_throw(Bootstrap& bootstrap, const std::string& payload,
+                                             const Fault& mine) {
   std::vector<std::string> all;
   try {
-    all = bootstrap.all_gather(said);
-  } catch (const std::exception&) {  // of callbacks, any
+    all = bootstrap.all_gather(payload);
+  } catch (const std::exception&) {  // callbacks may throw any exception
     if (!mine) throw;
   }
   if (mine) throw Error(mine.kind, mine.text);
   return all;
 }
 
-void agree(Bootstrap& bootstrap, std::string_view op, const Fault& mine) {
-  const std::string said = mine ? concat(static_cast<int>(mine.told_kind()), ' ', mine.text) : "";
-  const auto all = tell_all(bootstrap, said, mine);
+void throw_if_any_failed(Bootstrap& bootstrap, std::string_view op, const Fault& mine) {
+  const std::string payload =
+      mine ? concat(static_cast<int>(mine.kind_for_peers()), ' ', mine.text) : "";
+  const auto all = all_gather_or_throw(bootstrap, payload, mine);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty()) continue;
     const size_t space = all[rank].find(' ');

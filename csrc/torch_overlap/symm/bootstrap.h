@@ -10,9 +10,9 @@
 
 namespace torch_overlap {
 
-// How ranks that set something up together talk before they can: small messages, slowly. All that
-// symmetric memory needs of the world outside; a communicator's store gives one
-// (comm/store_bootstrap.h), and so can any framework that has an all-gather.
+// Slow exchange of small messages between ranks that set something up together. Symmetric memory
+// needs nothing else from outside. A communicator's store implements it (comm/store_bootstrap.h),
+// and any framework with an all-gather can.
 //
 // Threads: one at a time. All ranks make the same calls in the same order.
 class TORCH_OVERLAP_API Bootstrap {
@@ -25,13 +25,14 @@ class TORCH_OVERLAP_API Bootstrap {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  // Of each call.
+  // Timeout of each call.
   std::chrono::milliseconds timeout() const { return timeout_; }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
-  // Collective: everybody's bytes, by rank. Throws kTimeout when a rank does not come.
+  // Collective: returns the bytes of every rank, by rank. Throws kTimeout if a rank does not take
+  // part.
   virtual std::vector<std::string> all_gather(const std::string& mine) = 0;
-  // Collective: nobody is past it before all have come.
+  // Collective: returns after all ranks have called it.
   virtual void barrier() { (void)all_gather({}); }
 
  private:
@@ -40,31 +41,33 @@ class TORCH_OVERLAP_API Bootstrap {
   std::chrono::milliseconds timeout_;
 };
 
-// What went wrong on this rank, to be told to the others; empty text: nothing.
+// A failure of this rank that the other ranks must know; empty text: none.
 struct Fault {
   ErrorKind kind = ErrorKind::kRuntime;
   std::string text;
 
   explicit operator bool() const { return !text.empty(); }
-  // For the other ranks, whom what interrupted this one did not.
-  ErrorKind told_kind() const {
+  // Returns the kind for the other ranks, which were not interrupted themselves.
+  ErrorKind kind_for_peers() const {
     return kind == ErrorKind::kInterrupted ? ErrorKind::kRuntime : kind;
   }
-  // Of the exception being handled.
+  // Returns the fault of the exception being handled.
   TORCH_OVERLAP_API static Fault current();
 };
 
-// all_gather, of a rank that may have a fault, which then is what it throws, whether or not the
-// others came to hear of it.
-TORCH_OVERLAP_API std::vector<std::string> tell_all(Bootstrap& bootstrap, const std::string& said,
-                                                    const Fault& mine);
+// all_gather for a rank that may have a fault. A fault of this rank is thrown, whether or not the
+// other ranks have received it.
+TORCH_OVERLAP_API std::vector<std::string> all_gather_or_throw(Bootstrap& bootstrap,
+                                                               const std::string& payload,
+                                                               const Fault& mine);
 
 // Collective: returns if no rank has a fault, else throws on every rank. The rank with the fault
-// throws it as it is; the others throw "<op>: rank 2 could not take part: <text>", of the same
+// throws it unchanged; the others throw "<op>: rank 2 could not take part: <text>", of the same
 // kind.
-TORCH_OVERLAP_API void agree(Bootstrap& bootstrap, std::string_view op, const Fault& mine);
+TORCH_OVERLAP_API void throw_if_any_failed(Bootstrap& bootstrap, std::string_view op,
+                                           const Fault& mine);
 
-// Messages of several fields, each any bytes.
+// Messages of several fields, each of arbitrary bytes.
 TORCH_OVERLAP_API std::string pack(const std::vector<std::string>& fields);
 TORCH_OVERLAP_API std::vector<std::string> unpack(const std::string& message);
 

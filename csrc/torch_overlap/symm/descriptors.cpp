@@ -22,10 +22,10 @@ namespace {
 
 using TimePoint = std::chrono::steady_clock::time_point;
 
-// Segments of one rendezvous: the memory itself and its signals.
-constexpr size_t kMostDescriptors = 8;
+// Maximum number of segments of one rendezvous, which uses two: the memory itself and its signals.
+constexpr size_t kMaxDescriptors = 8;
 constexpr size_t kNameBytes = 32;
-constexpr int kBacklog = 4096;  // the kernel's limit (somaxconn) counts
+constexpr int kBacklog = 4096;  // limited by the kernel (somaxconn)
 
 std::string errno_text() { return std::strerror(errno); }
 
@@ -67,7 +67,8 @@ struct Address {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
 };
 
-// A message is the sender's rank and what was told to the receiver alone: its name.
+// Message of a connection: the sender's rank, the number of descriptors, and the receiver's name,
+// which only the ranks that were sent it know.
 struct Greeting {
   int32_t rank;
   int32_t count;
@@ -76,7 +77,7 @@ struct Greeting {
 
 union Control {
   cmsghdr align;
-  char bytes[CMSG_SPACE(kMostDescriptors * sizeof(int))];
+  char bytes[CMSG_SPACE(kMaxDescriptors * sizeof(int))];
 };
 
 msghdr header_of(iovec& part, Control& control, size_t control_bytes) {
@@ -88,19 +89,21 @@ msghdr header_of(iovec& part, Control& control, size_t control_bytes) {
   return header;
 }
 
-// What went wrong, if anything. A receiver that listens no more has gone, and sends nothing either.
-struct Sent {
+// Fault of a send, if any. A receiver that does not listen any more has exited, and sends nothing
+// either.
+struct SendResult {
   std::string fault;
   bool is_gone = false;
 };
 
 // Sends without waiting: the receiver need not have accepted yet.
-Sent send_to(const std::string& name, int rank, const std::vector<int>& mine, TimePoint deadline) {
+SendResult send_to(const std::string& name, int rank, const std::vector<int>& mine,
+                   TimePoint deadline) {
   const Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) return {concat("no socket: ", errno_text())};
   const Address address(name);
   while (connect(socket.get(), address.get(), address.length) != 0) {
-    // EAGAIN: the backlog is full, and moves when the receiver accepts.
+    // EAGAIN: the backlog is full until the receiver accepts a connection.
     if ((errno != EAGAIN && errno != EINTR) || std::chrono::steady_clock::now() >= deadline) {
       const bool is_gone = errno == ECONNREFUSED;
       return {concat("cannot connect to it: ", errno_text()), is_gone};
@@ -155,20 +158,20 @@ Descriptor::~Descriptor() {
   if (number_ >= 0) (void)close(number_);
 }
 
-const Place& Place::here() {
-  // A forked child is another process, with memory of its own.
-  thread_local pid_t maker = 0;
-  thread_local Place place;
-  if (maker == getpid()) return place;
-  const auto& [system, random] = made_once(
+const ProcessIdentity& ProcessIdentity::current() {
+  // A forked child is a different process with its own memory.
+  thread_local pid_t cached_pid = 0;
+  thread_local ProcessIdentity place;
+  if (cached_pid == getpid()) return place;
+  const auto& [system, random] = lazy_leaky_singleton(
       [] { return std::pair(first_line("/proc/sys/kernel/random/boot_id"), random_hex(16)); });
-  maker = getpid();
+  cached_pid = getpid();
   place = {system, namespace_of("/proc/self/ns/net"),
-           concat(random, "-", namespace_of("/proc/self/ns/pid"), "-", maker)};
+           concat(random, "-", namespace_of("/proc/self/ns/pid"), "-", cached_pid)};
   return place;
 }
 
-std::string Place::obstacle_to(const Place& other) const {
+std::string ProcessIdentity::unreachable_reason(const ProcessIdentity& other) const {
   if (system != other.system) {
     return concat("they run on different hosts (boot ids ", system, " and ", other.system, ")");
   }
@@ -201,9 +204,10 @@ std::vector<DescriptorExchange::Received> DescriptorExchange::run(
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank || names[peer].empty()) continue;
     ++awaited;
-    received[peer] = {{}, "its descriptors did not arrive", /*is_late=*/true};  // until they do
+    // Overwritten when they arrive.
+    received[peer] = {{}, "its descriptors did not arrive", /*is_late=*/true};
     if (auto sent = send_to(names[peer], rank, mine, deadline); !sent.fault.empty()) {
-      // It knows no better than that we do not come; what we wait for may come all the same.
+      // The peer does not know that nothing was sent. Its own descriptors may still arrive.
       received[peer] = {{}, std::move(sent.fault), sent.is_gone};
     }
   }
@@ -243,7 +247,7 @@ std::optional<int> DescriptorExchange::take(Descriptor connection, std::vector<R
   Received& from = received[greeting.rank];
   from.is_late = false;
   if (static_cast<int>(descriptors.size()) != greeting.count) {
-    // The receiver's limit of open files cuts them off.
+    // The receiver's limit of open files truncates the descriptors.
     from.fault = concat("expected ", greeting.count, " descriptors, got ", descriptors.size(),
                         "; raise the limit of open files (ulimit -n)");
   } else {

@@ -29,37 +29,37 @@ class TORCH_OVERLAP_API Descriptor {
   int number_ = -1;
 };
 
-// Which memory of which process a rank can get at all: equal `system` (one running kernel) and
-// `network` (one network namespace, where the sockets below meet) mean that descriptors can be
-// passed; equal `process` too, that pointers can.
-struct TORCH_OVERLAP_API Place {
+// Identifies the memory that a rank can reach at all. Descriptors can be passed if `system` (one
+// running kernel) and `network` (one network namespace, in which the sockets below connect) are
+// equal. Pointers can be passed if `process` is equal, too.
+struct TORCH_OVERLAP_API ProcessIdentity {
   std::string system;
   std::string network;
   std::string process;
 
-  static const Place& here();
-  // Why descriptors cannot be passed to `other`; empty if they can.
-  std::string obstacle_to(const Place& other) const;
+  static const ProcessIdentity& current();
+  // Returns why descriptors cannot be passed to `other`; empty if they can.
+  std::string unreachable_reason(const ProcessIdentity& other) const;
 };
 
-// Passes file descriptors among the processes of one host, each rank's to every other rank. A
-// descriptor is the one name of memory that needs no file: nothing stays in /dev/shm or /tmp when a
-// process is killed, no limit of a mount counts, and what CUDA exports travels the same way, which
-// /proc/<pid>/fd cannot open and pidfd_getfd may not.
+// Passes file descriptors among the processes of one host, from each rank to every other rank. A
+// descriptor refers to memory without a file: nothing stays in /dev/shm or /tmp if a process is
+// killed, and the size limit of a mount does not apply. Memory that CUDA exports travels the same
+// way; /proc/<pid>/fd cannot open it, and pidfd_getfd may not be permitted.
 //
-// Each rank listens under a random name in the abstract socket namespace, which vanishes with the
-// socket, and tells it to the others. Only processes of this user that know a rank's name and its
-// token are listened to.
+// Each rank listens under a random name in the abstract socket namespace, which disappears with the
+// socket, and sends the name to the others. Connections are accepted only from processes of this
+// user that know the rank's name.
 class TORCH_OVERLAP_API DescriptorExchange {
  public:
   DescriptorExchange();
-  // What the other ranks must know.
+  // Name that the other ranks must know.
   const std::string& name() const { return name_; }
 
-  // Collective over the ranks with a name: sends `mine` to each, and gets each one's. names[rank]
-  // is empty for a rank that takes no part. A rank whose descriptors did not come by the deadline
-  // has `fault` set instead; `is_late` says that nothing is known to keep them from coming, as
-  // where the rank has died.
+  // Collective over the ranks with a name: sends `mine` to each, and receives each one's.
+  // names[rank] is empty for a rank that does not take part. If a rank's descriptors did not arrive
+  // by the deadline, `fault` is set instead. `is_late` is set if no reason for that is known, for
+  // example if the rank has died.
   struct Received {
     std::vector<Descriptor> descriptors;
     std::string fault;
@@ -70,7 +70,7 @@ class TORCH_OVERLAP_API DescriptorExchange {
                             std::chrono::steady_clock::time_point deadline);
 
  private:
-  // Takes one connection; which rank it is of, or nothing if it is not one that is expected.
+  // Accepts one connection. Returns its rank, or nothing if it is not an expected one.
   std::optional<int> take(Descriptor connection, std::vector<Received>& received,
                           std::chrono::steady_clock::time_point deadline) const;
 

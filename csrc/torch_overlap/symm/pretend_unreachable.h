@@ -4,8 +4,8 @@
 
 namespace torch_overlap {
 
-// For tests: channels and windows that are made while it lives take the way of ranks that cannot
-// reach each other's memory. Of the whole process; equal on all ranks.
+// For tests: while it exists, new channels and windows behave as if ranks could not reach each
+// other's memory. Applies to the whole process; must be equal on all ranks.
 class TORCH_OVERLAP_API PretendUnreachable {
  public:
   PretendUnreachable();
@@ -14,8 +14,8 @@ class TORCH_OVERLAP_API PretendUnreachable {
   PretendUnreachable& operator=(const PretendUnreachable&) = delete;
 
   static bool is_on();
-  // What the pretence is in errors.
-  static constexpr const char* kReason = "ranks are told not to use each other's memory";
+  // Reason given in errors.
+  static constexpr const char* kReason = "ranks pretend that peers' memory is unreachable";
 };
 
 }  // namespace torch_overlap

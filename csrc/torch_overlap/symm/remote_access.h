@@ -6,8 +6,8 @@
 
 namespace torch_overlap {
 
-// How ranks write to the parts of a symmetric memory that they cannot map: a backend's own way,
-// which only its operations look into.
+// A backend's method of writing to the parts of a symmetric memory that cannot be mapped. Only the
+// operations of that backend look into it.
 class TORCH_OVERLAP_API RemoteAccess {
  public:
   RemoteAccess() = default;
@@ -15,7 +15,7 @@ class TORCH_OVERLAP_API RemoteAccess {
   RemoteAccess(const RemoteAccess&) = delete;
   RemoteAccess& operator=(const RemoteAccess&) = delete;
 
-  // All operations of all ranks are done: gives back what it holds. Waits at most `limit`.
+  // Releases its resources after all operations of all ranks have completed. Waits at most `limit`.
   virtual void close(std::chrono::milliseconds limit) = 0;
 };
 

@@ -21,14 +21,15 @@ struct Allocators {
   std::map<c10::DeviceType, std::shared_ptr<SymmetricAllocator>> by_type;
 };
 
-Allocators& allocators() { return ProcessWide<Allocators>::get(); }
+Allocators& allocators() { return LeakySingleton<Allocators>::get(); }
 
 }  // namespace
 
 void register_symmetric_allocator(c10::DeviceType type,
                                   std::shared_ptr<SymmetricAllocator> allocator) {
   const std::lock_guard lock(allocators().mutex);
-  allocators().by_type[type].swap(allocator);  // the old one dies after the lock
+  // The old one is destroyed after the lock is released.
+  allocators().by_type[type].swap(allocator);
 }
 
 SymmetricAllocator& symmetric_allocator(std::string_view op, c10::DeviceType type) {
@@ -48,7 +49,7 @@ at::Tensor symmetric_empty(c10::IntArrayRef sizes, at::ScalarType dtype, c10::De
                         "symmetric_empty: expected sizes whose bytes can be counted, got ", sizes);
   }
   auto& allocator = symmetric_allocator("symmetric_empty", device.type());
-  const c10::InferenceMode outside(false);  // what keeps such memory writes to it in any mode
+  const c10::InferenceMode outside(false);  // users of the memory write to it in any mode
   if (bytes == 0) return at::empty(sizes, at::TensorOptions().dtype(dtype).device(device));
   return allocator.allocate(bytes, device).view(dtype).view(sizes);
 }
@@ -60,18 +61,18 @@ SymmetricMemory::SymmetricMemory(int rank, int size, const Request& request)
       device_(request.tensor.device()),
       bytes_(request.tensor.nbytes()),
       pointers_(size),
-      obstacles_(size) {
+      unreachable_reasons_(size) {
   pointers_[rank] = bytes_ == 0 ? nullptr : request.tensor.mutable_data_ptr();
 }
 
 SymmetricMemory::~SymmetricMemory() = default;
 
-std::shared_ptr<SymmetricMemory> SymmetricMemory::alone(int rank, int size,
-                                                        const Request& request) {
+std::shared_ptr<SymmetricMemory> SymmetricMemory::create_without_peers(int rank, int size,
+                                                                       const Request& request) {
   if (request.fault) throw Error(request.fault.kind, request.fault.text);
   std::shared_ptr<SymmetricMemory> memory(new SymmetricMemory(rank, size, request));
   for (int peer = 0; peer < size; ++peer) {
-    if (peer != rank) memory->obstacles_[peer] = "the communicator has no peers";
+    if (peer != rank) memory->unreachable_reasons_[peer] = "the communicator has no peers";
   }
   return memory;
 }

@@ -16,44 +16,46 @@
 
 namespace torch_overlap {
 
-// A tensor without communication: its memory is such that the other ranks can map it in a
-// rendezvous. Filled with zeros. Several rendezvous may share it, and parts of it. Never an
-// inference tensor.
+// Returns a zeroed tensor whose memory the other ranks can map in a rendezvous. No communication.
+// Several rendezvous may share the tensor, or parts of it. It is never an inference tensor.
 TORCH_OVERLAP_API at::Tensor symmetric_empty(c10::IntArrayRef sizes, at::ScalarType dtype,
                                              c10::Device device);
 
-// Memory that every rank of a group has a part of and can reach all parts of, or some of a partial
-// one: this rank's tensor, the others' as pointers, and counts to signal on.
+// Memory of which every rank of a group has a part and can reach all parts, or some parts if it is
+// partial: this rank's tensor, pointers to the other ranks' parts, and signal counts.
 //
-// Life: rendezvous() makes it, collectively. The parts of others stay mapped, and so alive, until
-// the last reference to this object or to a view is gone; nobody is asked then. A rank that has
-// gone leaves its part behind for those that have it mapped.
+// Lifetime: rendezvous() creates it, collectively. The parts of other ranks stay mapped, and so
+// alive, until the last reference to this object or to a view is released, without communication.
+// The part of a rank that has exited stays alive for the ranks that have it mapped.
 //
-// The object does nothing to the memory and orders nothing: that is for those who use it.
+// The object neither accesses the memory nor orders accesses: its users do.
 // Threads: any.
 class TORCH_OVERLAP_API SymmetricMemory : public std::enable_shared_from_this<SymmetricMemory> {
  public:
   struct Request {
     std::string_view op;  // for errors
-    std::string name;     // of the memory, for errors
+    std::string name;     // name of the memory, for errors
     at::Tensor tensor;    // this rank's part: contiguous, of the same size on all ranks
     std::string digest;   // any text that must be equal on all ranks
-    Fault fault;          // why this rank cannot: then no rank can, and all throw
-    // Ranks that cannot reach each other are taken as they are if all ranks ask for that: they have
-    // another way. `whole_because`: why this one does not, for the error.
+    Fault fault;          // reason why this rank cannot take part: then all ranks throw
+    // Accepts ranks that cannot reach each other, if all ranks set it: they then need other means.
+    // `partial_unsupported_reason`: why this rank does not set it, for the error.
     bool partial = false;
-    std::string whole_because{};
-    // As if this rank and the others could not (PretendUnreachable).
-    bool apart = false;
+    std::string partial_unsupported_reason{};
+    // Behaves as if this rank could not reach the others (PretendUnreachable).
+    bool pretend_unreachable = false;
   };
-  // Collective: every rank must call it, also one with a fault. Two steps: all ranks tell each
-  // other what they have; then each maps what it can and tells what it could not. An error of one
-  // rank is thrown on every rank; a pair that cannot reach each other is one that names both and
-  // why, unless all ask for a partial memory. Bounded by the bootstrap's timeout for each step.
+  // Collective: every rank must call it, also one with a fault. In the first step all ranks
+  // exchange descriptions of their memory. In the second each maps the memory of the others and
+  // reports what it could not reach. An error of one rank is thrown on every rank. A pair of ranks
+  // that cannot reach each other is an error that names both and the reason, unless all ranks ask
+  // for a partial memory. Each step is bounded by the bootstrap's timeout.
   static std::shared_ptr<SymmetricMemory> rendezvous(Bootstrap& bootstrap, const Request& request);
 
-  // A group of which only this rank is there (backend fake): the others cannot be reached.
-  static std::shared_ptr<SymmetricMemory> alone(int rank, int size, const Request& request);
+  // Creates the memory of a group of which only this rank exists (backend fake): the others cannot
+  // be reached.
+  static std::shared_ptr<SymmetricMemory> create_without_peers(int rank, int size,
+                                                               const Request& request);
 
   ~SymmetricMemory();
   SymmetricMemory(const SymmetricMemory&) = delete;
@@ -65,29 +67,30 @@ class TORCH_OVERLAP_API SymmetricMemory : public std::enable_shared_from_this<Sy
   // Unique in the process.
   uint64_t id() const { return id_; }
   c10::Device device() const { return device_; }
-  // Of each part.
+  // Bytes of each part.
   size_t bytes() const { return bytes_; }
 
-  // The part of `rank` in this process; null if it cannot be reached.
+  // Returns the part of `rank` in this process; null if it cannot be reached.
   void* pointer(int rank) const { return pointers_.at(rank); }
-  bool is_reachable(int rank) const { return obstacles_.at(rank).empty(); }
-  // Why not; empty if it can.
-  const std::string& obstacle(int rank) const { return obstacles_.at(rank); }
-  // Of a partial memory: a pair of ranks, maybe others than this one, and why one cannot reach the
+  bool is_reachable(int rank) const { return unreachable_reasons_.at(rank).empty(); }
+  // Returns why `rank` cannot be reached; empty if it can.
+  const std::string& unreachable_reason(int rank) const { return unreachable_reasons_.at(rank); }
+  // Partial memory: names a pair of ranks, possibly without this one, and why one cannot reach the
   // other. The same on all ranks; empty if all reach all.
   const std::string& unreachable_pair() const { return unreachable_pair_; }
-  // Whether some of the ranks have the same device: what one of them copies to another takes its
-  // SMs then, not a link. The same on all ranks.
-  bool shares_devices() const { return shares_devices_; }
-  // Whether every rank sees what lies between it and all others: NVLink, or that they share a
-  // device. False where devices are hidden (CUDA_VISIBLE_DEVICES). The same on all ranks.
+  // True if some ranks use the same device: a copy from one of them to another then uses its SMs
+  // and not a link. The same on all ranks.
+  bool shares_devices() const { return has_shared_devices_; }
+  // True if every rank knows its connection to all others: NVLink, or a shared device. False if
+  // devices are hidden (CUDA_VISIBLE_DEVICES). The same on all ranks.
   bool has_known_links() const { return has_known_links_; }
-  // How to write to what cannot be reached. Null where nothing is missing, or nobody set it.
+  // Writes to the parts that cannot be reached. Null if all can be reached, or if none was set.
   RemoteAccess* remote() const { return remote_.get(); }
-  // Once, by who made it, before others have it.
+  // Called once, by the creator, before others have the object.
   void set_remote(std::shared_ptr<RemoteAccess> remote) { remote_ = std::move(remote); }
   const SignalPad& signals() const { return signals_; }
-  // Memory of the part of `rank` from byte `offset` on as a tensor, which keeps this object alive.
+  // Returns memory of the part of `rank` from byte `offset` on as a tensor, which keeps this object
+  // alive.
   at::Tensor view(int rank, c10::IntArrayRef sizes, at::ScalarType dtype, int64_t offset = 0);
 
  private:
@@ -100,13 +103,13 @@ class TORCH_OVERLAP_API SymmetricMemory : public std::enable_shared_from_this<Sy
   const c10::Device device_;
   const size_t bytes_;
   std::vector<void*> pointers_;
-  std::vector<std::string> obstacles_;  // by rank
+  std::vector<std::string> unreachable_reasons_;  // by rank
   std::string unreachable_pair_;
-  bool shares_devices_ = false;
+  bool has_shared_devices_ = false;
   bool has_known_links_ = false;
   SignalPad signals_;
-  std::vector<std::shared_ptr<void>> keepers_;  // of the own parts, and of the mappings
-  std::shared_ptr<RemoteAccess> remote_;        // goes first: it uses the own parts
+  std::vector<std::shared_ptr<void>> keep_alives_;  // the own parts and the mappings
+  std::shared_ptr<RemoteAccess> remote_;            // destroyed first: it uses the own parts
 };
 
 }  // namespace torch_overlap

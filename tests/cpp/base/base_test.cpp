@@ -13,7 +13,7 @@
 namespace torch_overlap {
 namespace {
 
-// Every variable that Env reads, so that a test sees only what it sets itself.
+// Every variable that Env reads: a test sees only those that it sets itself.
 constexpr const char* kVariables[] = {"TORCHCOMM_ABORT_ON_ERROR",
                                       "TORCHCOMM_TIMEOUT_SECONDS",
                                       "TORCH_OVERLAP_CHECK_MISMATCH",

@@ -15,20 +15,20 @@ struct Counterpart {
 
 class Boundary : public testing::Test {
  protected:
-  ~Boundary() override { set_throw_counterpart(nullptr); }
+  ~Boundary() override { set_exception_translator(nullptr); }
 };
 
 TEST_F(Boundary, HandsOnWhatACallReturns) {
   int value = 1;
-  int& same = at_boundary([&]() -> int& { return value; });
+  int& same = with_exception_translation([&]() -> int& { return value; });
   EXPECT_EQ(&same, &value);
-  at_boundary([&] { value = 2; });
+  with_exception_translation([&] { value = 2; });
   EXPECT_EQ(value, 2);
 }
 
 TEST_F(Boundary, LeavesAnErrorAsItIsWithoutACounterpart) {
   try {
-    at_boundary([] { fail(ErrorKind::kType, "send: expected a tensor, got ", 3); });
+    with_exception_translation([] { fail(ErrorKind::kType, "send: expected a tensor, got ", 3); });
     FAIL() << "nothing was thrown";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kType);
@@ -37,9 +37,11 @@ TEST_F(Boundary, LeavesAnErrorAsItIsWithoutACounterpart) {
 }
 
 TEST_F(Boundary, ThrowsTheCounterpartOfAnErrorOnce) {
-  set_throw_counterpart([](const Error& error) { throw Counterpart{error.kind(), error.what()}; });
+  set_exception_translator(
+      [](const Error& error) { throw Counterpart{error.kind(), error.what()}; });
   try {
-    at_boundary([] { at_boundary([] { fail(ErrorKind::kTimeout, "too late"); }); });
+    with_exception_translation(
+        [] { with_exception_translation([] { fail(ErrorKind::kTimeout, "too late"); }); });
     FAIL() << "nothing was thrown";
   } catch (const Counterpart& thrown) {
     EXPECT_EQ(thrown.kind, ErrorKind::kTimeout);
@@ -48,8 +50,9 @@ TEST_F(Boundary, ThrowsTheCounterpartOfAnErrorOnce) {
 }
 
 TEST_F(Boundary, DoesNotTouchWhatIsNoError) {
-  set_throw_counterpart([](const Error&) { throw Counterpart{}; });
-  EXPECT_THROW(at_boundary([] { throw std::out_of_range("seven"); }), std::out_of_range);
+  set_exception_translator([](const Error&) { throw Counterpart{}; });
+  EXPECT_THROW(with_exception_translation([] { throw std::out_of_range("seven"); }),
+               std::out_of_range);
 }
 
 }  // namespace

@@ -62,9 +62,9 @@ TEST(JsonEmitter, EscapesEverythingButPlainAscii) {
 
 TEST(JsonEmitter, BytesThatAreNotTextBecomeQuestionMarks) {
   EXPECT_EQ(json_of("a\xFF\x62"), R"("a?b")");
-  EXPECT_EQ(json_of("\xC3"), R"("?")");                 // cut short
-  EXPECT_EQ(json_of("\xC0\xAF"), R"("??")");            // longer than it need be
-  EXPECT_EQ(json_of("\xED\xA0\x80"), R"("???")");       // half of a pair
+  EXPECT_EQ(json_of("\xC3"), R"("?")");                 // truncated
+  EXPECT_EQ(json_of("\xC0\xAF"), R"("??")");            // overlong encoding
+  EXPECT_EQ(json_of("\xED\xA0\x80"), R"("???")");       // half of a surrogate pair
   EXPECT_EQ(json_of("\xF4\x90\x80\x80"), R"("????")");  // past the last code point
 }
 

@@ -12,14 +12,15 @@
 
 namespace torch_overlap::testing {
 
-// The exit status of a fork that runs `body`: 1 if that says false, a signal if it throws or does
-// not end.
+// Returns the exit status of a fork that runs `body`: 1 if `body` returns false, a signal if it
+// throws or does not end.
 inline int in_fork(const std::function<bool()>& body) {
   const pid_t pid = fork();
   if (pid == 0) {
     alarm(20);
     const auto ends = [&]() noexcept { return body(); };
-    // Not _exit(): the sanitizers look there for threads that were not joined, the parent's.
+    // Not _exit(): the sanitizers check there for threads that were not joined, and find the
+    // parent's.
     syscall(SYS_exit_group, ends() ? 0 : 1);
   }
   EXPECT_GT(pid, 0) << std::strerror(errno);

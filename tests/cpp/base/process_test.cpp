@@ -29,12 +29,12 @@ TEST(ProcessStamp, TellsAForkFromItsParent) {
   EXPECT_TRUE(stamp.is_current());
 }
 
-// Two that threads take in either order, each time while they hold the other one.
+// Threads lock two mutexes together, in either order.
 TEST(ForkSafeMutex, AForkFindsItFreeAndWhatItGuardsWhole) {
   ForkSafeMutex first;
   ForkSafeMutex second;
-  int changes = 0;   // by who holds both
-  int finished = 0;  // equal to it for who holds both
+  int changes = 0;   // written with both mutexes held
+  int finished = 0;  // equal to `changes` for a holder of both mutexes
   std::atomic<bool> stop{false};
   const auto change_often = [&](ForkSafeMutex& one, ForkSafeMutex& two) {
     while (!stop) {
@@ -59,11 +59,11 @@ TEST(ForkSafeMutex, AForkFindsItFreeAndWhatItGuardsWhole) {
   stop = true;
   thread.join();
   other.join();
-  const std::scoped_lock both(first, second);  // the parent's are free again too
+  const std::scoped_lock both(first, second);  // both are free again in the parent too
   EXPECT_EQ(changes, finished);
 }
 
-// Each fork would take two seconds if one of them kept what it takes.
+// Each fork would take two seconds if an earlier one left the mutex locked.
 TEST(ForkSafeMutex, ThreadsForkOneAfterTheOther) {
   ForkSafeMutex mutex;
   const auto begin = Clock::now();
@@ -80,7 +80,7 @@ TEST(ForkSafeMutex, ThreadsForkOneAfterTheOther) {
   mutex.unlock();
 }
 
-// Its holder may itself wait for what the forking thread has, as Python's lock.
+// The holder of a mutex may itself wait for a lock of the forking thread, such as Python's.
 TEST(ForkSafeMutex, AForkGivesUpOnTheOneThatStaysHeldAlone) {
   ForkSafeMutex held;
   ForkSafeMutex other;
@@ -126,7 +126,7 @@ TEST(ForkSafeMutex, OneThatDiedIsNotTaken) {
 TEST(MadeOnce, IsMadeByTheFirstAlsoWhereThatIsInAFork) {
   std::atomic<int> count{0};
   const auto value = [&count](const std::function<void()>& meanwhile) {
-    return made_once([&] {
+    return lazy_leaky_singleton([&] {
       meanwhile();
       return ++count;
     });
@@ -151,12 +151,12 @@ struct Shared {
   int value = 3;
 };
 
-TEST(ProcessWide, IsOneForAll) {
-  Shared& shared = ProcessWide<Shared>::get();
+TEST(LeakySingleton, IsOneForAll) {
+  Shared& shared = LeakySingleton<Shared>::get();
   EXPECT_EQ(shared.value, 3);
   shared.value = 4;
-  EXPECT_EQ(ProcessWide<Shared>::get().value, 4);
-  EXPECT_EQ(&ProcessWide<Shared>::get(), &shared);
+  EXPECT_EQ(LeakySingleton<Shared>::get().value, 4);
+  EXPECT_EQ(&LeakySingleton<Shared>::get(), &shared);
 }
 
 }  // namespace

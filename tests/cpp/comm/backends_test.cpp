@@ -1,5 +1,4 @@
-// The registry of backends, `fake`, `gloo` without Python, and the small values that calls are made
-// of.
+// The registry of backends, `fake`, `gloo` without Python, and the small value types of calls.
 
 #include "comm/local_ranks.h"
 #include "torch_overlap/comm/call.h"
@@ -83,17 +82,17 @@ TEST(Fake, AWorldOfThousandsCostsNothing) {
   comm->finalize();
 }
 
-TEST(Blocks, PartsComeFromTheListOrFromTheFlatTensor) {
+TEST(RankTensors, PartsComeFromTheListOrFromTheFlatTensor) {
   const at::Tensor flat = at::arange(12).view({4, 3});
-  const Blocks uniform{flat, {}};
+  const RankTensors uniform{flat, {}};
   EXPECT_TRUE(uniform.is_uniform_flat());
   expect_equal(uniform.part(1, 4), at::arange(3, 6));
   EXPECT_EQ(uniform.all(4).size(), 4U);
   EXPECT_EQ(uniform.part(3, 4).data_ptr(), flat[3].data_ptr());
-  const Blocks listed{at::Tensor(), {flat[2], flat[0]}};
+  const RankTensors listed{at::Tensor(), {flat[2], flat[0]}};
   EXPECT_FALSE(listed.is_uniform_flat());
   expect_equal(listed.part(0, 2), flat[2]);
-  EXPECT_TRUE(Blocks{}.empty());
+  EXPECT_TRUE(RankTensors{}.empty());
 }
 
 TEST(Call, KeepsEveryTensorAndNamesItself) {

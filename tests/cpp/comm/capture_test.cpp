@@ -1,5 +1,5 @@
-// What a graph cannot hold says so while the current stream is captured. The CPU plays the device:
-// a probe of the test says whether it captures.
+// Operations that a graph cannot hold raise while the current stream is captured. The CPU plays the
+// device: a probe of the test reports the capture.
 
 #include "torch_overlap/common/capture.h"
 #include "comm/local_ranks.h"
@@ -11,7 +11,7 @@ using namespace testing;  // NOLINT
 
 thread_local bool captures = false;
 
-// While it lives, the calling thread captures.
+// The calling thread captures for the lifetime of this object.
 class ThreadCapture {
  public:
   ThreadCapture() { captures = true; }
@@ -57,7 +57,7 @@ TEST_F(RefusedCapture, LeavesTheCommunicatorAsItWas) {
         EXPECT_FALSE(comm->is_finalized());
         comm->all_reduce(x, RedOpType::SUM, false);
         expect_equal(x, at::full({4}, 2.0));
-        const Comm child = comm->split({0, 1});  // the ranks agree which split this is
+        const Comm child = comm->split({0, 1});  // the ranks agree on which split this is
         child->all_reduce(x, RedOpType::SUM, false);
         expect_equal(x, at::full({4}, 4.0));
         child->finalize();

@@ -1,5 +1,5 @@
-// Every operation of TorchComm on `local` ranks: each element against what it must be, sync and
-// async, in 1, 2, 3, 4 and 8 ranks.
+// Every operation of TorchComm on `local` ranks: each element is compared with its expected value,
+// sync and async, with 1, 2, 3, 4 and 8 ranks.
 
 #include <numeric>
 
@@ -40,12 +40,12 @@ at::Tensor sum_of(int size, int salt, at::IntArrayRef sizes) {
   return sum.to(at::kFloat);
 }
 
-// Elements that differ by rank: index + 1, and some rank has none.
+// Returns the number of elements of a rank: it differs by rank, and rank 1 has none.
 int64_t uneven(int rank) { return rank == 1 ? 0 : 2 * rank + 1; }
 
 TEST_P(Contract, AllReduceSumsSmallAndLarge) {
   run([](TorchComm& comm) {
-    for (const int64_t numel : {0, 1, 7, 40'003}) {  // the last one goes in chunks
+    for (const int64_t numel : {0, 1, 7, 40'003}) {  // the last one is split into chunks
       at::Tensor x = sample(comm.rank(), 1, {numel});
       comm.all_reduce(x, RedOpType::SUM, async_op())->wait();
       expect_equal(x, sum_of(comm.size(), 1, {numel}));
@@ -67,7 +67,7 @@ TEST_P(Contract, ReduceWritesTheRootAlone) {
 TEST_P(Contract, BroadcastTakesTheRootsBytes) {
   run([](TorchComm& comm) {
     for (int root = 0; root < comm.size(); ++root) {
-      for (const int64_t numel : {0, 5, 100'003}) {  // the last one goes in chunks
+      for (const int64_t numel : {0, 5, 100'003}) {  // the last one is split into chunks
         const at::Tensor expected = sample(root, 3, {numel});
         at::Tensor x = comm.rank() == root ? expected.clone() : poisoned({numel});
         comm.broadcast(x, root, async_op())->wait();
@@ -224,7 +224,7 @@ TEST_P(Contract, SendThenReceiveOnEveryRankEndsWhenAsync) {
     const int next = (comm.rank() + 1) % comm.size();
     const int last = (comm.rank() + comm.size() - 1) % comm.size();
     const at::Tensor got = poisoned({6});
-    // Blocking sends in a ring would wait for each other: one rank begins with its receive.
+    // Blocking sends in a ring would wait for each other: one rank starts with its receive.
     const bool receives_first = !async_op() && comm.rank() == 0;
     const auto send = [&] { return comm.send(sample(comm.rank(), 10, {6}), next, async_op()); };
     const auto recv = [&] { return comm.recv(got, last, async_op()); };
@@ -241,7 +241,7 @@ TEST_P(Contract, ABatchRunsAllAtOnceAndToItself) {
     std::vector<P2POp> ops;
     std::vector<at::Tensor> got;
     for (int r = 0; r < comm.size(); ++r) {
-      for (int k = 0; k < 2; ++k) {  // two to each: they arrive in order
+      for (int k = 0; k < 2; ++k) {  // two per peer: they arrive in order
         ops.push_back({P2POp::Type::SEND, sample(comm.rank() * 16 + r, 20 + k, {3 + k}), r});
         got.push_back(poisoned({3 + k}));
         ops.push_back({P2POp::Type::RECV, got.back(), r});
@@ -263,7 +263,7 @@ TEST_P(Contract, OperationsRunInTheOrderOfIssue) {
     double expected = 0;
     for (int r = 0; r < comm.size(); ++r) expected += r + 1;
     for (int i = 0; i < 6; ++i) {
-      // A blocking one in between must wait for its turn.
+      // A blocking operation in between must wait for the earlier ones.
       works.push_back(comm.all_reduce(x, RedOpType::SUM, i % 3 == 2 ? false : async_op()));
       if (i > 0) expected *= comm.size();
     }
@@ -320,7 +320,7 @@ TEST_P(Contract, ACallbackMayIssueAndWait) {
       const WorkPtr next = comm.all_reduce(y, RedOpType::SUM, /*async_op=*/true);
       next->on_completion([&](std::exception_ptr) { inner = true; });
       next->wait();
-      while (!inner) std::this_thread::yield();  // another callback, while this one waits for it
+      while (!inner) std::this_thread::yield();  // another callback, while this one waits
       comm.all_reduce(y, RedOpType::SUM, /*async_op=*/false);
       outer = true;
     });

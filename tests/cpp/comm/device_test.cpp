@@ -1,4 +1,4 @@
-// Which device a communicator takes, on devices that only count.
+// Selection of the device of a communicator, on fake devices that only count.
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ struct CountedDevices final : c10::impl::NoOpDeviceGuardImpl<kType> {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, CountedDevices);
 
-// A rank of a node, as a launcher says it; without one nothing is said.
+// Sets the local rank like a launcher; without one the variables are unset.
 class OnNode {
  public:
   explicit OnNode(std::optional<int> local_rank) {
@@ -43,15 +43,15 @@ class OnNode {
 };
 
 TEST(Device, WithoutAnIndexIsTheOneOfTheLocalRankAndIsMadeCurrent) {
-  // Two nodes of two.
+  // Two nodes of two ranks.
   for (int rank = 0; rank < 4; ++rank) {
     current = -1;
     EXPECT_EQ(OnNode(rank % 2).resolve(kType, rank), c10::Device(kType, rank % 2));
     EXPECT_EQ(current, rank % 2);
   }
-  // Three and one: by the rank on the node, not by the rank.
+  // Nodes of three ranks and of one: the rank on the node decides, not the rank.
   EXPECT_EQ(OnNode(0).resolve(kType, 3).index(), 0);
-  // Nodes that are not told of, and more ranks than devices.
+  // No information about nodes, and more ranks than devices.
   EXPECT_EQ(OnNode(std::nullopt).resolve(kType, 3).index(), 1);
   EXPECT_EQ(OnNode(5).resolve(kType, 0).index(), 1);
 }

@@ -1,4 +1,4 @@
-// What ranks write into the store to find each other, and that it does not stay there.
+// Keys that ranks write into the store to find each other; they are deleted afterwards.
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -13,7 +13,7 @@ using namespace testing;  // NOLINT
 
 constexpr milliseconds kLong{20'000};
 
-// Runs `body(rank)` on threads, each of which waits a little of its own before it begins.
+// Runs `body(rank)` on threads, each of which first sleeps for a short random time.
 void on_ranks(int size, const std::function<void(int)>& body) {
   std::vector<std::thread> ranks;
   ranks.reserve(size);
@@ -73,8 +73,8 @@ TEST(Exchange, WhoWaitsInVainTakesItsOwnKeyAway) {
 TEST(Exchange, AReasonEndsTheWaitForRanksAndNotWhatIsComplete) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto begin = std::chrono::steady_clock::now();
-  ExchangeOwner owner;
-  owner.why_end = [begin] {
+  ExchangeCallbacks owner;
+  owner.abort_reason = [begin] {
     const bool is_early = std::chrono::steady_clock::now() - begin < milliseconds(50);
     return std::string(is_early ? "" : "it was aborted");
   };
@@ -82,7 +82,7 @@ TEST(Exchange, AReasonEndsTheWaitForRanksAndNotWhatIsComplete) {
   EXPECT_EQ(error.kind(), ErrorKind::kState);
   EXPECT_TRUE(contains(error.what(), "got none of ranks [1] before the end: it was aborted"))
       << error.what();
-  // Who comes later reads what it had said, as the last one.
+  // A rank that is late reads the value that was published, as the last reader.
   EXPECT_EQ(exchange(*store, "key", 1, 2, said_by(1), kLong, owner)[0], said_by(0));
   EXPECT_EQ(store->getNumKeys(), 0);
 }
@@ -90,14 +90,14 @@ TEST(Exchange, AReasonEndsTheWaitForRanksAndNotWhatIsComplete) {
 TEST(Exchange, ARankThatHasLeftEndsTheWaitForItAndNotForOthers) {
   constexpr int kSize = 3;
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  ExchangeOwner owner;
-  owner.why_left = [](int rank) {
+  ExchangeCallbacks owner;
+  owner.departure_reason = [](int rank) {
     return std::string(rank == 0 ? "" : concat("rank ", rank, " has left"));
   };
   owner.on_missing = [](bool has_left) {
     return std::string(has_left ? "; all is over" : "; it is late");
   };
-  // Rank 1 said its part before.
+  // Rank 1 has published its value before.
   publish(*store, "key", 1, kSize, said_by(1));
   const Error error =
       error_of([&] { exchange(*store, "key", 0, kSize, said_by(0), kLong, owner); });
@@ -107,7 +107,7 @@ TEST(Exchange, ARankThatHasLeftEndsTheWaitForItAndNotForOthers) {
   EXPECT_EQ(store->getNumKeys(), 0);
 }
 
-// The part of rank 0 is gone as soon as somebody has seen that all are there: its time was over.
+// The value of rank 0 is deleted once a rank has seen that all exist: rank 0 has timed out.
 struct GivesUp final : c10d::HashStore {
   bool check(const std::vector<std::string>& keys) override {
     const bool are_there = HashStore::check(keys);
@@ -118,7 +118,7 @@ struct GivesUp final : c10d::HashStore {
 
 TEST(Exchange, ARankThatGivesUpWhileOthersReadIsMissing) {
   const auto store = c10::make_intrusive<GivesUp>();
-  store->setTimeout(milliseconds(5'000));  // what a read of its part would wait for
+  store->setTimeout(milliseconds(5'000));  // limit of a read of the value
   publish(*store, "key", 0, 2, said_by(0));
   const Error error =
       error_of([&] { exchange(*store, "key", 1, 2, said_by(1), milliseconds(500)); });
@@ -143,7 +143,8 @@ TEST(Exchange, ABootstrapLeavesNoKeyAlsoWhenARankHasAFault) {
     StoreBootstrap bootstrap(store, "thing", rank, kSize, kLong);
     for (int step = 0; step < 5; ++step) bootstrap.barrier();
     const Fault fault{ErrorKind::kValue, rank == 1 ? "wrong" : ""};
-    EXPECT_EQ(error_of([&] { agree(bootstrap, "thing", fault); }).kind(), ErrorKind::kValue);
+    EXPECT_EQ(error_of([&] { throw_if_any_failed(bootstrap, "thing", fault); }).kind(),
+              ErrorKind::kValue);
   });
   EXPECT_EQ(store->getNumKeys(), 0);
 }

@@ -1,5 +1,6 @@
-// What goes wrong on `local` ranks: missing ranks, faults, aborts, bad arguments, bad splits.
-// Always an error that says who and what, on every rank that it concerns, and never a hang.
+// Failures on `local` ranks: missing ranks, faults, aborts, invalid arguments, invalid splits. Each
+// one raises an error that names the rank and the cause, on every rank that it concerns, and never
+// hangs.
 
 #include <csignal>
 #include <thread>
@@ -11,7 +12,7 @@ namespace {
 
 using namespace testing;  // NOLINT
 
-// What the machine may add to a timeout when it is busy.
+// Time that a busy machine may add to a timeout.
 constexpr milliseconds kMargin{10'000};
 
 TEST(Failures, AMissingRankIsNamedByTheOthersWithinTheTimeout) {
@@ -20,7 +21,7 @@ TEST(Failures, AMissingRankIsNamedByTheOthersWithinTheTimeout) {
     run_local_ranks(
         3,
         [&](const Comm& comm) {
-          if (comm->rank() == 2) {  // does not come, and does not end either
+          if (comm->rank() == 2) {  // neither calls nor ends
             while (!comm->is_aborted() && HostClock::now() - begin < milliseconds(1500)) {
               std::this_thread::sleep_for(milliseconds(5));
             }
@@ -33,7 +34,7 @@ TEST(Failures, AMissingRankIsNamedByTheOthersWithinTheTimeout) {
           EXPECT_TRUE(contains(error.what(), "all_reduce #")) << error.what();
           EXPECT_TRUE(contains(error.what(), "rank 2 did not arrive within the timeout of 300 ms"))
               << error.what();
-          // From now on everything says what happened first.
+          // From here on every call repeats the first error.
           const Error next = error_of([&] { comm->barrier(false); });
           EXPECT_EQ(next.kind(), ErrorKind::kState);
           EXPECT_TRUE(contains(next.what(), "rank 2 did not arrive")) << next.what();
@@ -138,8 +139,8 @@ TEST(Failures, AbortFreesEveryWaiterOnThisRankAndTellsTheOthers) {
           comm->abort();
           EXPECT_TRUE(comm->is_aborted());
           EXPECT_EQ(error_of([&] { comm->barrier(false); }).kind(), ErrorKind::kState);
-          comm->abort();     // again: nothing
-          comm->finalize();  // lets go
+          comm->abort();     // no-op
+          comm->finalize();  // releases the communicator
           return;
         }
         std::thread aborter;
@@ -209,7 +210,7 @@ TEST(Failures, BadArgumentsThrowBeforeAnythingIsSent) {
     const at::Tensor good = at::ones({4});
     const at::Tensor strided = at::ones({4, 4}).t();
     const auto kind = [](const auto& body) { return error_of(body).kind(); };
-    if (comm->rank() == 0) {  // alone: nobody else must notice
+    if (comm->rank() == 0) {  // no other rank must notice
       EXPECT_EQ(kind([&] { comm->send(good, 2, true); }), ErrorKind::kValue);
       EXPECT_EQ(kind([&] { comm->send(good, 0, true); }), ErrorKind::kValue);
       EXPECT_EQ(kind([&] { comm->broadcast(strided, 0, true); }), ErrorKind::kValue);
@@ -245,7 +246,7 @@ TEST(Split, ListOrderGivesRankOrderAndChildrenWork) {
         at::Tensor x = at::full({3}, comm->rank());
         child->all_reduce(x, RedOpType::SUM, true)->wait();
         expect_equal(x, at::full({3}, comm->rank() % 2 == 0 ? 2.0 : 4.0));
-        const Comm single = child->split({child->rank()});  // one of a split of a split
+        const Comm single = child->split({child->rank()});  // split of a split
         EXPECT_EQ(single->size(), 1);
         const Comm none = comm->split(comm->rank() == 0 ? std::vector<int>{0} : std::vector<int>{});
         EXPECT_EQ(none == nullptr, comm->rank() != 0);
@@ -273,7 +274,7 @@ TEST(Split, OneBadListIsAnErrorOnEveryRank) {
           const Error error = error_of([&] { comm->split(mine ? list : good); });
           EXPECT_EQ(error.kind(), ErrorKind::kValue) << error.what();
         }
-        comm->barrier(false);  // the parent lives
+        comm->barrier(false);  // the parent still works
       },
       with_timeout(milliseconds(60'000)));
 }
@@ -293,7 +294,7 @@ TEST(Lifetime, TensorsLiveUntilTheOperationIsDoneAndNoLonger) {
         work->wait();
         expect_equal(kept, at::full({1000}, 3));
         kept.reset();
-        const auto end = HostClock::now() + kMargin;  // the other thread may still be letting go
+        const auto end = HostClock::now() + kMargin;  // the other thread may still release it
         while (!alive.expired() && HostClock::now() < end) std::this_thread::yield();
         EXPECT_TRUE(alive.expired());
       },
@@ -321,7 +322,7 @@ TEST(Lifetime, ADroppedCommunicatorAbortsAndFreesItsPeers) {
       2,
       [](const Comm& comm) {
         const Comm child = comm->split({0, 1});
-        if (comm->rank() == 0) return;  // the child dies without finalize
+        if (comm->rank() == 0) return;  // the child is destroyed without finalize
         at::Tensor x = at::ones({3});
         const Error error = error_of([&] { child->all_reduce(x, RedOpType::SUM, false); });
         EXPECT_TRUE(contains(error.what(), "rank 0 has left")) << error.what();
@@ -359,7 +360,7 @@ TEST(Threads, ManyThreadsMayUseOneCommunicator) {
       with_timeout(milliseconds(60'000)));
 }
 
-// The process ends, so it is another one (gtest's death tests fork and run the test anew).
+// The process ends, so the test runs in another one (gtest's death tests fork and rerun the test).
 TEST(ProcessDeathTest, ATimeoutEndsTheProcessAfterTheAbortHooks) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto hang = [](bool async_op) {

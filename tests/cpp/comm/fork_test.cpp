@@ -1,5 +1,5 @@
-// What a fork uses while other threads of its parent are in the middle of it, and what it may ask
-// of its parent's works.
+// Process-wide state that a fork uses while other threads of its parent hold its locks, and calls
+// that a fork may make on its parent's works.
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -24,7 +24,8 @@ void use_names() {
   (void)live_comms();
 }
 
-// As a communicator does it, without the threads that some tools cannot follow into a fork.
+// Uses the records like a communicator, but without its threads, which some tools cannot follow
+// into a fork.
 void use_records() {
   const auto comm = make_comm_record("forked", "fake", 0, {0});
   Call call;
@@ -64,7 +65,7 @@ struct Use {
   void (*run)();
 };
 
-// The sanitizers have locks of their own, of what is allocated say, that a fork may find taken.
+// Sanitizers have locks of their own, for example of their allocator, which a fork may find locked.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kCanFork = false;
 #else
@@ -103,7 +104,7 @@ INSTANTIATE_TEST_SUITE_P(Of, Fork,
                                            Use{"Windows", &use_windows}),
                          [](const auto& info) { return std::string(info.param.name); });
 
-// No assertion in the fork: another thread may have held their lock.
+// The fork makes no assertion: another thread may have held gtest's lock.
 bool is_refused(const std::function<void()>& call) {
   try {
     call();

@@ -18,7 +18,8 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/local/spawn.h"
 
-// What all tests of communicators share: ranks as threads, and data that every rank can recompute.
+// Helpers of all tests of communicators: ranks that are threads, and data that every rank can
+// recompute.
 
 namespace torch_overlap::testing {
 
@@ -26,7 +27,7 @@ using Comm = std::shared_ptr<TorchComm>;
 using std::chrono::milliseconds;
 using HostClock = std::chrono::steady_clock;
 
-// One seed for the run: other data each time, and shown so that a failure can be repeated
+// Seed of the run. It differs in every run and is printed, so that a failure can be repeated
 // (TORCH_OVERLAP_TEST_SEED).
 inline uint64_t run_seed() {
   static const uint64_t seed = [] {
@@ -38,14 +39,14 @@ inline uint64_t run_seed() {
   return seed;
 }
 
-// The input of `rank`: equal for equal arguments, on whatever thread it is made.
+// Returns the input of `rank`: equal for equal arguments, on any thread.
 inline at::Tensor sample(int rank, int salt, at::IntArrayRef sizes,
                          at::ScalarType dtype = at::kFloat) {
   auto generator = at::detail::createCPUGenerator(run_seed() * 1000003 + rank * 8191 + salt);
   return at::randint(-50, 50, sizes, generator, at::TensorOptions().dtype(at::kDouble)).to(dtype);
 }
 
-// An output that nobody has written: any element that stays shows.
+// Returns an output filled with a marker, so that an element that was not written is detected.
 inline at::Tensor poisoned(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat) {
   return at::full(sizes, 99, at::TensorOptions().dtype(dtype));
 }
@@ -55,7 +56,7 @@ inline void expect_equal(const at::Tensor& got, const at::Tensor& expected, cons
   EXPECT_TRUE(at::equal(got, expected)) << what << "\ngot\n" << got << "\nexpected\n" << expected;
 }
 
-// The error that `body` must throw.
+// Returns the error that `body` must throw.
 template <typename Body>
 Error error_of(const Body& body) {
   try {

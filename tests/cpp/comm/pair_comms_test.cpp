@@ -78,7 +78,7 @@ TEST(PairComms, ARingOfSendsBeforeAnyReceiveEnds) {
       const at::Tensor y = at::empty({1000});
       const auto sent = me.send(x, right);
       const auto received = me.recv(y, left);
-      const auto future = received->getFuture();  // before the communicators are there
+      const auto future = received->getFuture();  // before the communicators exist
       sent->wait();
       received->wait();
       EXPECT_TRUE(at::equal(y, at::full({1000}, 1.0 * left + 10 * round)));
@@ -117,7 +117,7 @@ TEST(PairComms, APeerThatStaysAwayEndsTheWaitWithTheTimeout) {
     if (me.rank != 0) return;
     const auto work = me.send(at::ones({4}), 1);
     EXPECT_FALSE(work->isCompleted());
-    EXPECT_THROW(work->wait(milliseconds(50)), Error);  // goes on
+    EXPECT_THROW(work->wait(milliseconds(50)), Error);  // the operation continues
     EXPECT_THROW(work->wait(), Error);
     EXPECT_TRUE(work->isCompleted());
     EXPECT_FALSE(work->isSuccess());

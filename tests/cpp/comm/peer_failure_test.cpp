@@ -1,4 +1,4 @@
-// How ranks hear of each other's failure through their store.
+// Ranks notify each other of failures through their store.
 #include "torch_overlap/comm/peer_failure.h"
 
 #include <gtest/gtest.h>
@@ -21,11 +21,11 @@ using Clock = PeerFailure::Clock;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// Asks as a watchdog does, for at most `limit`.
+// Polls like a watchdog, for at most `limit`.
 std::optional<std::string> listen(PeerFailure& peers, milliseconds limit) {
   const auto begin = Clock::now();
   do {
-    if (auto heard = peers.heard(begin, Clock::now())) return heard;
+    if (auto peer_error = peers.peer_error(begin, Clock::now())) return peer_error;
     std::this_thread::sleep_for(milliseconds(10));
   } while (Clock::now() - begin < limit);
   return std::nullopt;
@@ -43,12 +43,12 @@ TEST(PeerFailure, OthersHearWhatARankTells) {
   PeerFailure first(group.place("a"), 0, 3);
   PeerFailure second(group.place("a"), 1, 3);
   EXPECT_EQ(listen(second, 3 * second.period()), std::nullopt);
-  first.tell("all_reduce #7: no end");
+  first.publish("all_reduce #7: no end");
   EXPECT_EQ(listen(second, seconds(60)), "rank 0: all_reduce #7: no end");
-  EXPECT_EQ(listen(second, milliseconds(0)), "rank 0: all_reduce #7: no end");  // known by now
+  EXPECT_EQ(listen(second, milliseconds(0)), "rank 0: all_reduce #7: no end");  // already known
 }
 
-// As a rank would have it: its own client of the same place.
+// Each rank has its own client of the same store, as ranks in processes do.
 TEST(PeerFailure, OverStoresThatProcessesShare) {
   const std::string path = ::testing::TempDir() + "peer_failure_" + std::to_string(::getpid());
   c10d::TCPStoreOptions options;
@@ -61,7 +61,7 @@ TEST(PeerFailure, OverStoresThatProcessesShare) {
     PeerFailure first(c10::make_intrusive<c10d::PrefixStore>("a", store), 0, 2);
     PeerFailure second(c10::make_intrusive<c10d::PrefixStore>("a", store->clone()), 1, 2);
     EXPECT_EQ(listen(second, 2 * second.period()), std::nullopt);
-    first.tell("gone", seconds(60));
+    first.publish("gone", seconds(60));
     EXPECT_EQ(listen(second, seconds(60)), "rank 0: gone");
   }
   std::remove(path.c_str());
@@ -72,8 +72,8 @@ TEST(PeerFailure, TheFirstToTellIsHeard) {
   PeerFailure first(group.place("a"), 0, 3);
   PeerFailure second(group.place("a"), 1, 3);
   PeerFailure third(group.place("a"), 2, 3);
-  first.tell("gone", seconds(60));
-  second.tell("aborted, since rank 0 is gone", seconds(60));
+  first.publish("gone", seconds(60));
+  second.publish("aborted, since rank 0 is gone", seconds(60));
   EXPECT_EQ(listen(third, seconds(60)), "rank 0: gone");
 }
 
@@ -87,7 +87,7 @@ class CountingStore final : public c10d::HashStore {
   c10::intrusive_ptr<c10d::Store> clone() override {
     return c10::intrusive_ptr<c10d::Store>::reclaim_copy(this);
   }
-  // Waits until it has been asked so often.
+  // Waits until the store has been polled this number of times.
   void await(int times) const {
     const auto begin = Clock::now();
     while (asked < times && Clock::now() - begin < seconds(60)) {
@@ -103,17 +103,19 @@ TEST(PeerFailure, WhoWaitsForLongAsksLessOften) {
   PeerFailure first(store, 0, 2);
   PeerFailure second(store, 1, 2);
   const auto begin = Clock::now() - seconds(60);
-  const auto hears_after = [&](int ms) { return second.heard(begin, begin + milliseconds(ms)); };
+  const auto hears_after = [&](int ms) {
+    return second.peer_error(begin, begin + milliseconds(ms));
+  };
   EXPECT_EQ(hears_after(10), std::nullopt);  // too early
   EXPECT_EQ(store->asked, 0);
   EXPECT_EQ(hears_after(2000), std::nullopt);
   store->await(1);
-  first.tell("gone", seconds(60));  // asks too
+  first.publish("gone", seconds(60));  // polls too
   EXPECT_EQ(store->asked, 2);
   EXPECT_EQ(hears_after(3000), std::nullopt);
   EXPECT_EQ(hears_after(3900), std::nullopt);
   std::this_thread::sleep_for(milliseconds(200));
-  EXPECT_EQ(store->asked, 2);  // not in less time than it had waited
+  EXPECT_EQ(store->asked, 2);  // not before the time that it had waited has passed again
   EXPECT_EQ(listen(second, seconds(60)), "rank 0: gone");
 }
 
@@ -121,11 +123,11 @@ TEST(PeerFailure, AnotherCommunicatorDoesNotHear) {
   const Group group;
   PeerFailure one(group.place("a"), 0, 2);
   PeerFailure other(group.place("b"), 1, 2);
-  one.tell("gone");
+  one.publish("gone");
   EXPECT_EQ(listen(other, 3 * other.period()), std::nullopt);
 }
 
-// A store whose host is gone, or has been stopped.
+// A store whose host has died or has been stopped.
 class DeadStore final : public c10d::HashStore {
  public:
   explicit DeadStore(seconds silence) : silence_(silence) {}
@@ -149,8 +151,8 @@ TEST(PeerFailure, AStoreThatDoesNotAnswerHoldsUpNobody) {
     PeerFailure peers(store, 0, 2);
     for (int i = 0; i < 20; ++i) {
       const auto begin = Clock::now();
-      EXPECT_EQ(peers.heard(begin - seconds(1), begin), std::nullopt);
-      peers.tell("gone");
+      EXPECT_EQ(peers.peer_error(begin - seconds(1), begin), std::nullopt);
+      peers.publish("gone");
       EXPECT_LT(Clock::now() - begin, seconds(3));
       std::this_thread::sleep_for(milliseconds(20));
     }
@@ -159,7 +161,7 @@ TEST(PeerFailure, AStoreThatDoesNotAnswerHoldsUpNobody) {
 
 TEST(PeerFailure, WithoutAStoreNothingIsSaidNorHeard) {
   PeerFailure peers(nullptr, 0, 2);
-  peers.tell("gone");
+  peers.publish("gone");
   EXPECT_EQ(listen(peers, 2 * peers.period()), std::nullopt);
 }
 

@@ -21,7 +21,7 @@ Comm fake_comm(int size, int rank, const std::string& name) {
   return TorchComm::create("fake", c10::kCPU, name, {}, RankAndSize{rank, size});
 }
 
-// The records of a communicator, in any recorder.
+// Returns the records of a communicator, in any recorder.
 std::vector<CallRecordPtr> records_of(
     const std::string& comm, const FlightRecorder& recorder = FlightRecorder::of_process()) {
   std::vector<CallRecordPtr> found;
@@ -36,7 +36,7 @@ std::shared_ptr<CallRecord> make_record(const std::shared_ptr<CommRecord>& comm)
   call.name = OpName::all_reduce;
   call.primitive = Primitive::all_reduce;
   call.tensor = at::ones({2, 3});
-  call.sequence = comm->take_number(call.primitive);
+  call.sequence = comm->next_sequence_number(call.primitive);
   return std::make_shared<CallRecord>(call, comm);
 }
 

@@ -1,5 +1,5 @@
 // Every (op, dtype) pair against a reference of higher precision, and every pair that is refused.
-// What is legal is written in docs/errors.md.
+// docs/errors.md lists the legal pairs.
 
 #include <cmath>
 #include <type_traits>
@@ -36,7 +36,7 @@ bool is_legal(RedOpType op, at::ScalarType dtype) {
 
 double factor_of(int rank) { return 0.5 + rank; }
 
-// One element of every rank, combined as the header promises.
+// Reduces one element of every rank, as the header specifies.
 template <typename T>
 T reference(const std::vector<T>& values, RedOpType op) {
   const int n = static_cast<int>(values.size());
@@ -54,7 +54,7 @@ T reference(const std::vector<T>& values, RedOpType op) {
         return count == n;
     }
   } else if constexpr (std::is_integral_v<T>) {
-    using U = std::make_unsigned_t<T>;  // wraps, as the dtype does
+    using U = std::make_unsigned_t<T>;  // wraps, like the dtype
     uint64_t sum = 0, product = 1;
     U band = ~U{0}, bor = 0, bxor = 0;
     T least = values[0], most = values[0];
@@ -107,7 +107,7 @@ T reference(const std::vector<T>& values, RedOpType op) {
   }
 }
 
-// Integers over their whole range, except where the quotient of a wrapped sum would say nothing.
+// Integers cover their whole range, except for AVG: the quotient of a wrapped sum is meaningless.
 at::Tensor input_of(int rank, at::ScalarType dtype, RedOpType op, int64_t numel) {
   auto generator = at::detail::createCPUGenerator(
       run_seed() * 77 + rank * 1009 + static_cast<int>(dtype) * 31 + static_cast<int>(op));
@@ -141,7 +141,7 @@ template <typename T>
 void expect_reduced(const at::Tensor& got, const std::vector<at::Tensor>& inputs, RedOpType op) {
   for (int64_t i = 0; i < got.numel(); ++i) {
     std::vector<T> values;
-    double scale = 0;  // sums cancel: the error is relative to what was added
+    double scale = 0;  // sums cancel: the error is relative to the magnitudes of the terms
     for (size_t r = 0; r < inputs.size(); ++r) {
       values.push_back(static_cast<const T*>(inputs[r].const_data_ptr())[i]);
       scale += std::abs(static_cast<double>(values.back())) *
@@ -153,7 +153,7 @@ void expect_reduced(const at::Tensor& got, const std::vector<at::Tensor>& inputs
       ASSERT_EQ(mine, expected) << to_string(op) << " of " << got.scalar_type() << " at " << i;
     } else {
       const double wide = static_cast<double>(expected);
-      // One rounding to the dtype, and those of fp32 before it.
+      // One rounding to the dtype, and the roundings of fp32 before it.
       const double allowed =
           tolerance<T>() * std::abs(wide) + 1e-6 * scale * (sizeof(T) < 8) + 1e-14 * scale;
       ASSERT_LE(std::abs(static_cast<double>(mine) - wide), allowed)
@@ -183,7 +183,7 @@ void expect_reduced(const at::Tensor& got, const std::vector<at::Tensor>& inputs
     TYPE(kFloat8_e4m3fn, c10::Float8_e4m3fn)
     TYPE(kFloat8_e5m2, c10::Float8_e5m2)
 #undef TYPE
-    default: {  // complex: the real and imaginary parts are reduced by themselves
+    default: {  // complex: the real and imaginary parts are reduced separately
       std::vector<at::Tensor> reals;
       for (const auto& input : inputs) reals.push_back(at::view_as_real(input).contiguous());
       return expect_reduced(at::view_as_real(got).contiguous(), reals, op);

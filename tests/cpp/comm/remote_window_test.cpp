@@ -1,4 +1,4 @@
-// Windows of ranks that cannot reach each other's memory, over a backend that says that it can.
+// Windows of ranks that cannot reach each other's memory, over a backend that claims that it can.
 
 #include <atomic>
 
@@ -25,7 +25,7 @@ class CountedAccess final : public RemoteAccess {
   void close(milliseconds) override { ++closed; }
 };
 
-// A local backend, and another way to memory.
+// A local backend with another path to the memory of peers.
 class RemoteBackend final : public Backend {
  public:
   RemoteBackend(std::shared_ptr<Backend> inner, int rank) : inner_(std::move(inner)), rank_(rank) {}
@@ -38,7 +38,7 @@ class RemoteBackend final : public Backend {
   void abort() override { inner_->abort(); }
   bool is_aborted() const override { return inner_->is_aborted(); }
   bool has_windows() const override { return true; }
-  RemoteSupport remote_support() const override {
+  RemoteSupport remote_access_support() const override {
     if (rank_ == rank_that_cannot_say) fail(ErrorKind::kValue, "a wrong variable");
     if (rank_ == rank_without) return {.can = false, .why = "an old library"};
     return {.can = true};
@@ -47,7 +47,7 @@ class RemoteBackend final : public Backend {
                                             SymmetricMemory&) override {
     Fault fault;
     if (rank_ == rank_that_fails) fault = {ErrorKind::kRuntime, "it broke"};
-    agree(bootstrap, op, fault);
+    throw_if_any_failed(bootstrap, op, fault);
     return std::make_shared<CountedAccess>();
   }
 

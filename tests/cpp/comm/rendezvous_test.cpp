@@ -1,4 +1,4 @@
-// Ranks that look for each other under a name, give up, and come again.
+// Ranks that meet under a name, give up, and try again.
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -18,12 +18,12 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 constexpr milliseconds kWhole{60'000};
 
-// One rank's try to meet the others under the name "tp".
+// One rank's attempt to meet the others under the name "tp".
 StorePtr come(const StorePtr& store, int rank, int size, milliseconds timeout) {
   return rendezvous(Env::read(), "tp", "the same on all", timeout, store, {rank, size});
 }
 
-// Those that have met have a store of their own: each reads there what the others say.
+// Ranks that have met share a store of their own: each one finds the keys of all others there.
 void expect_one_place(const std::vector<StorePtr>& places) {
   for (size_t rank = 0; rank < places.size(); ++rank) {
     ASSERT_TRUE(places[rank]) << rank;
@@ -47,7 +47,7 @@ std::vector<StorePtr> meet_all(const StorePtr& store, int size) {
   return places;
 }
 
-// The tries of those in `who`, which do not suffice.
+// Attempts of the ranks in `who`, which are too few.
 void come_in_vain(const StorePtr& store, const std::vector<int>& who, int size) {
   std::vector<std::thread> ranks;
   ranks.reserve(who.size());
@@ -97,8 +97,9 @@ TEST(Rendezvous, ARankThatWaitsOutlastsOneThatGivesUpAndComesAgain) {
   expect_one_place(places);
 }
 
-// Every rank tries until it succeeds, for a time that differs each time and is often too short: a
-// try may end just as the last rank comes. Whoever succeeds does so with all others, in one place.
+// Every rank tries until it succeeds, with a timeout that differs each time and is often too short:
+// an attempt may end just as the last rank arrives. A rank succeeds only together with all others,
+// and all of them get the same store.
 void expect_no_lone_success(const StorePtr& store, int size) {
   for (int round = 0; round < 8; ++round) {
     std::vector<StorePtr> places(size);
@@ -112,7 +113,7 @@ void expect_no_lone_success(const StorePtr& store, int size) {
           std::this_thread::sleep_for(milliseconds(random() % 8));
           try {
             places[rank] = come(store, rank, size, milliseconds(1 + random() % 5));
-          } catch (const Error& error) {  // on loaded cores also too short to reach the store
+          } catch (const Error& error) {  // loaded cores may also fail to reach the store
             EXPECT_TRUE(error.kind() == ErrorKind::kTimeout ||
                         contains(error.what(), "expected the store to answer"))
                 << error.what();

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/gemm/checked.h"
+#include "torch_overlap/gemm/checked_gemm.h"
 #include "torch_overlap/gemm/grouped.h"
 #include "torch_overlap/gemm/options.h"
 

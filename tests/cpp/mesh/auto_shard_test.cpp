@@ -7,7 +7,7 @@ namespace {
 
 using testing::h200;
 
-// T46: nothing is said; the rows are split, nothing moves.
+// T46: no layout is given; the rows are split, nothing moves.
 TEST(AutoShard, AProductIsSplitByRows) {
   Graph graph(Mesh::parse("d=4"));
   const size_t a = graph.add_value({"a", {1024, 1024}});
@@ -22,7 +22,7 @@ TEST(AutoShard, AProductIsSplitByRows) {
   EXPECT_NE(found.explain(graph).find("not replicated inputs"), std::string::npos);
 }
 
-// T47: three rows are not split over four ranks, a weight that lies along k is not moved.
+// T47: three rows are not split over four ranks; a weight that is sharded along k is not moved.
 TEST(AutoShard, AFlatProductIsSplitByItsInnerDimension) {
   const Mesh mesh = Mesh::parse("d=4");
   Graph graph(mesh);
@@ -38,7 +38,7 @@ TEST(AutoShard, AFlatProductIsSplitByItsInnerDimension) {
   EXPECT_EQ(found.plan.results[0].second.steps[0].kind, StepKind::kAllReduce);
 }
 
-// Upstream has no split by columns; where nothing is said it moves nothing.
+// Upstream has no split by columns; without given layouts it moves nothing.
 TEST(AutoShard, AFlatProductMayBeSplitByColumns) {
   Graph graph(Mesh::parse("d=4"));
   const size_t a = graph.add_value({"a", {64, 8192}});
@@ -88,19 +88,19 @@ TEST(AutoShard, AnMlpOnReplicatedRowsIsColumnsThenRows) {
   const Graph graph = mlp(mesh, 8192, 4096, "[],[]");
   const AutoShard found = auto_shard(graph, h200());
   const std::string text = found.explain(graph);
-  // By rows it would be as cheap to compute; then the result has to be gathered.
+  // A split by rows computes at the same cost, but the result has to be gathered afterwards.
   EXPECT_LE(found.plan.seconds(), found.alternatives[1].plan.seconds());
   EXPECT_EQ(found.plan.num_sends(), 1) << text;
 }
 
 TEST(AutoShard, TrainingCountsGradients) {
-  // Few rows and large weights: sharing rows means reducing every weight's gradient.
+  // Few rows and large weights: sharded rows need a reduction of every weight's gradient.
   const Mesh mesh = Mesh::parse("tp=4");
   const Graph graph = mlp(mesh, 1024, 8192, "[],[]");
   const AutoShard found = auto_shard(graph, h200(), {.training = true});
   EXPECT_EQ(found.plan.layouts[1].str(), "[tp],[]") << found.explain(graph);
   EXPECT_EQ(found.plan.layouts[2].str(), "[],[tp]");
-  // Many rows that are shared already, small weights: these stay whole.
+  // Many rows that are already sharded, small weights: the weights stay whole.
   const Graph wide = mlp(mesh, 1 << 18, 256, "[tp],[]");
   const AutoShard rows = auto_shard(wide, h200(), {.training = true});
   EXPECT_EQ(rows.plan.layouts[1].str(), "[],[]") << rows.explain(wide);

@@ -12,12 +12,13 @@
 #include "torch_overlap/mesh/cost.h"
 #include "torch_overlap/mesh/layout.h"
 
-// What the planner's tests share: random meshes, layouts and shapes, and errors by their text.
+// Helpers of the planner's tests: random meshes, layouts and shapes, and checks of errors by their
+// text.
 
 namespace torch_overlap::mesh::testing {
 
-// Other data each time; shown in each failure, so that it can be repeated
-// (TORCH_OVERLAP_TEST_SEED).
+// Seed of the run. It differs in every run and is printed with each failure, so that it can be
+// repeated (TORCH_OVERLAP_TEST_SEED).
 inline uint64_t seed() {
   static const uint64_t value = [] {
     const char* text = std::getenv("TORCH_OVERLAP_TEST_SEED");
@@ -26,7 +27,7 @@ inline uint64_t seed() {
   return value;
 }
 
-// How many random cases a property test draws: 500, TORCH_OVERLAP_STRESS times as many.
+// Number of random cases that a property test draws: 500 times TORCH_OVERLAP_STRESS.
 inline int draws() {
   const char* text = std::getenv("TORCH_OVERLAP_STRESS");
   return 500 * (text != nullptr ? std::max(1, std::atoi(text)) : 1);
@@ -41,7 +42,7 @@ class Draw {
  public:
   explicit Draw(uint64_t salt = 0) : engine_(seed() * 1000003 + salt) {}
 
-  int64_t number(int64_t low, int64_t high) {  // both included
+  int64_t number(int64_t low, int64_t high) {  // both bounds included
     return std::uniform_int_distribution<int64_t>(low, high)(engine_);
   }
   bool chance(double probability) { return std::bernoulli_distribution(probability)(engine_); }
@@ -55,7 +56,7 @@ class Draw {
     std::shuffle(items.begin(), items.end(), engine_);
   }
 
-  // 1 to `most` axes, at most 24 ranks, sometimes in any order.
+  // Returns a mesh of 1 to `most` axes and at most 24 ranks, sometimes in a permuted order.
   Mesh mesh(int64_t most = 3) {
     std::vector<Axis> axes;
     int64_t size = 1;
@@ -71,7 +72,7 @@ class Draw {
     if (chance(0.3)) shuffle(ranks);
     return Mesh(std::move(axes), std::move(ranks));
   }
-  // Every axis sharded, partial or replicated at random.
+  // Each axis is sharded, partial or replicated at random.
   Layout layout(const Mesh& mesh, size_t dims, bool with_partial = true) {
     std::vector<AxisList> lists(dims);
     std::vector<Partial> partial;
@@ -90,8 +91,8 @@ class Draw {
     }
     return Layout(mesh, std::move(lists), std::move(partial));
   }
-  // The same axes in another order in each dimension; dimensions of as many parts may have changed
-  // places. Nothing is pending.
+  // Returns the layout with the axes of each dimension in another order; dimensions with the same
+  // number of parts may be swapped. Nothing is partial.
   Layout reordered(const Layout& layout) {
     std::vector<AxisList> lists = layout.dims();
     for (size_t d = 0; d < lists.size(); ++d) {
@@ -101,7 +102,7 @@ class Draw {
     }
     return Layout(layout.mesh(), std::move(lists));
   }
-  // Cut evenly.
+  // Sizes that the layout divides evenly.
   Shape divided_shape(const Layout& layout) {
     Shape out;
     for (const AxisList& axes : layout.dims()) out.push_back(number(1, 3) * size_of(axes));
@@ -120,7 +121,7 @@ class Draw {
 
 }  // namespace torch_overlap::mesh::testing
 
-// The statement raises an Error of this kind whose message holds this text.
+// Expects that the statement raises an Error of this kind whose message contains this text.
 #define EXPECT_ERROR(statement, expected_kind, text)                                      \
   do {                                                                                    \
     try {                                                                                 \

@@ -7,15 +7,15 @@
 #include "torch_overlap/mesh/rule.h"
 #include "torch_overlap/mesh/simulate.h"
 
-// Runs an operator by its rule alone, on whole arrays or on a rank's own: the reference that a
-// propagated layout is held against.
+// Evaluates an operator by its rule only, on whole arrays or on the parts of a rank: the reference
+// for propagated layouts.
 
 namespace torch_overlap::mesh::testing {
 
 using Body = std::function<double(const std::vector<double>&)>;  // one element of each input
 
-// out[...] = reduce over the reduced factors of body(inputs[...]). `addends` of the rule are left
-// to the caller. Sizes of factors are found from the arrays, so that they may be parts.
+// out[...] = reduce over the reduced factors of body(inputs[...]). The caller applies `addends` of
+// the rule. `sizes` are the sizes of the factors, which may be those of parts.
 inline Array evaluate(const OpRule& rule, const std::vector<Array>& inputs, const Body& body,
                       const std::vector<int64_t>& sizes) {
   std::vector<int64_t> at(sizes.size(), 0);
@@ -65,7 +65,7 @@ inline Array evaluate(const OpRule& rule, const std::vector<Array>& inputs, cons
   }
 }
 
-// The sizes of the factors on one rank: those of its parts under these layouts.
+// Returns the sizes of the factors on one rank: those of its parts under these layouts.
 inline std::vector<int64_t> local_sizes(const OpRule& rule, const std::vector<Layout>& inputs,
                                         const std::vector<Layout>& outputs, int64_t index) {
   std::vector<int64_t> sizes;
@@ -74,7 +74,7 @@ inline std::vector<int64_t> local_sizes(const OpRule& rule, const std::vector<La
     for (size_t d = 0; d < operand.dims.size(); ++d) {
       AxisList rest = layout.dims()[d];
       for (const int32_t f : operand.dims[d]) {
-        // The axes of this factor: those that come first and fill it.
+        // The leading axes that fill the factor are its axes.
         std::vector<int64_t> cuts;
         std::vector<int64_t> coordinates;
         int64_t filled = 1;

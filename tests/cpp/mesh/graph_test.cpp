@@ -37,7 +37,7 @@ TEST(Graph, StrongerPrioritiesAreHeardFirst) {
   const size_t c = graph.add_node(add({8, 8}), {a, b}, {"c"}, 4)[0];
   EXPECT_EQ(dims_of(graph, c), "[y],[]");
   EXPECT_EQ(dims_of(graph, b), "[y],[]");
-  EXPECT_EQ(dims_of(graph, a, 0), "[y],[]");  // x is not heard yet
+  EXPECT_EQ(dims_of(graph, a, 0), "[y],[]");  // x has no effect yet
   Graph alone(mesh);
   const size_t d = alone.add_value({"d", {8, 8}, 4, said(mesh, "[x],[]", true, 1)});
   const size_t e = alone.add_node(relu({8, 8}), {d}, {"e"}, 4)[0];
@@ -61,7 +61,7 @@ TEST(Graph, ChainsPassAxesOnBothWays) {
   }
 }
 
-// T51: what is closed holds back nothing but itself.
+// T51: a closed dimension holds back nothing but itself.
 TEST(Graph, DisagreementKeepsTheCommonBeginning) {
   const Mesh mesh = Mesh::parse("x=2,y=2,z=2");
   Graph graph(mesh);
@@ -69,7 +69,7 @@ TEST(Graph, DisagreementKeepsTheCommonBeginning) {
   const size_t b = graph.add_value({"b", {8}, 4, Constraint::fixed(Layout::parse(mesh, "[x,z]"))});
   const size_t c = graph.add_node(add({8}), {a, b}, {"c"}, 4)[0];
   EXPECT_EQ(dims_of(graph, c), "[x]");
-  graph.constrain(b, Constraint::fixed(Layout::parse(mesh, "[x]")));  // closed: stays as it is
+  graph.constrain(b, Constraint::fixed(Layout::parse(mesh, "[x]")));  // closed: it does not change
   EXPECT_EQ(dims_of(graph, c), "[x,y]");
   EXPECT_EQ(dims_of(graph, b), "[x]");
 }
@@ -85,7 +85,7 @@ TEST(Graph, ClosedDimensionsStayAsTheyAre) {
   graph.add_node(matmul_rule({8, 8}, {8, 8}), {a, b}, {"ab"}, 4);
   graph.add_node(matmul_rule({8, 8}, {8, 8}), {a, w}, {"aw"}, 4);
   EXPECT_EQ(dims_of(graph, b), "[],[]");
-  EXPECT_EQ(dims_of(graph, w), "[x],[]");  // k comes from a
+  EXPECT_EQ(dims_of(graph, w), "[x],[]");  // k is a's
 }
 
 // T48.

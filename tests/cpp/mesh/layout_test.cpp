@@ -45,7 +45,7 @@ TEST(Layout, PartsOfAnAxisAreNotFree) {
   EXPECT_FALSE(layout.uses(mesh.axis("y")));
 }
 
-// T43, T44, B20: by torch.chunk.
+// T43, T44, B20: the parts are those of torch.chunk.
 TEST(Layout, UnevenPartsAreThoseOfChunk) {
   const Mesh one = Mesh::parse("x=4");
   const Layout layout = Layout::parse(one, "[x]");
@@ -62,7 +62,7 @@ TEST(Layout, UnevenPartsAreThoseOfChunk) {
   EXPECT_EQ(sizes_of(Layout::parse(two, "[y,x]"), 10), (Sizes{2, 2, 2, 1, 1, 1, 1, 0}));
 }
 
-// T45: parts of an axis cut as they say, and the rest of the axis holds copies.
+// T45: parts of an axis cut their dimension by their sizes, and the rest of the axis holds copies.
 TEST(Layout, PartsOfAnAxisCutTheirDimension) {
   const Mesh mesh = Mesh::parse("d=8");
   const Layout both = Layout::parse(mesh, "[d:(1)2],[d:(2)4]");
@@ -84,7 +84,7 @@ TEST(Layout, EveryElementHasItsRanks) {
     const auto dims = static_cast<size_t>(draw.number(1, 3));
     const Layout layout = draw.layout(mesh, dims);
     const Shape shape = draw.shape(dims);
-    // Parts of a dimension, in the order of its axes, follow each other from 0 to the end.
+    // Parts of a dimension, in the order of its axes, are contiguous from 0 to the end.
     std::vector<Shape> locals;
     for (int64_t index = 0; index < mesh.size(); ++index) {
       Shape local;

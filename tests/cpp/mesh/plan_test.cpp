@@ -23,7 +23,7 @@ struct Reshape {
   Shape shape;
 };
 
-// 1 us and 1 GB/s: what a plan does then does not hang on one machine's times of small tensors.
+// 1 us and 1 GB/s: plans do not depend on one machine's times of small tensors.
 const CostModel& plain() {
   static const CostModel model = [] {
     CostModel out = CostModel::bandwidth_only(1e9);
@@ -47,7 +47,7 @@ std::string kinds(const Plan& plan) {
   return out;
 }
 
-// The plan, run on numbers, gives what slicing the whole array gives.
+// The plan, executed on numbers, gives the same as slicing the whole array.
 void expect_right(const Plan& plan) {
   const Array global = counted(plan.shape);
   const Locals after = simulate(plan, distribute(global, plan.from));
@@ -68,7 +68,7 @@ TEST(Plan, KnownCases) {
       {{"x=2,y=2", "[x]", "[y]", {8}}, "permute"},
       {{"x=2,y=4", "[x,y]", "[y,x]", {8}}, "permute"},  // B4, of two sizes
       {{"x=2,y=3,z=6", "[],[x,y],[z]", "[],[z],[y,x]", {4, 12, 12}}, "permute"},
-      {{"x=4,y=2,z=2", "[x]", "[y,z]", {8}}, "permute"},  // z and y come, x goes
+      {{"x=4,y=2,z=2", "[x]", "[y,z]", {8}}, "permute"},  // z and y are added, x is removed
       {{"x=3,y=2,z=4", "[x,y,z]", "[x,z,y]", {24}}, "permute"},
       {{"x=4", "[x:(1)2,x:(2)2]", "[x:(2)2,x:(1)2]", {8}}, "permute"},
       {{"x=2,y=2", "[x]", "[x,y]", {8}}, "slice"},                       // B3
@@ -92,7 +92,7 @@ TEST(Plan, KnownCases) {
       {{"x=2", "[]", "[] P{x}", {8}}, "make_partial"},
       {{"x=2", "[] P{x:max}", "[] P{x}", {8}}, "all_reduce make_partial"},
       {{"x=2,y=2", "[] I{x}", "[] I{y}", {8}}, "cast"},
-      {{"x=1,y=2", "[x],[y]", "[],[y] P{x}", {8, 8}}, ""},  // nobody else
+      {{"x=1,y=2", "[x],[y]", "[],[y] P{x}", {8, 8}}, ""},  // no other rank
   };
   for (const auto& c : cases) {
     const Plan made = plan(c.reshard);
@@ -110,8 +110,8 @@ TEST(Plan, ASwapGivesEachRankItsPart) {
   EXPECT_DOUBLE_EQ(made.wire_bytes(), 4 * 4);  // its own part, once
 }
 
-// Every rank sends its part to one other: at most its bytes, once. Where parts are uneven, axes of
-// two sizes cut them elsewhere, and no part is one that a rank has.
+// Every rank sends its part to one other rank: at most its bytes, once. If parts are uneven, axes
+// of two sizes cut the dimension elsewhere, and no part of the result is one that a rank has.
 TEST(Plan, AxesOfTwoSizesChangePlacesInOneStepWhereTheyDivide) {
   for (const auto& c : {Reshape{"x=2,y=4", "[x,y],[]", "[y,x],[]", {16, 3}},
                         Reshape{"z=2,x=2,y=3", "[z,x,y],[]", "[z,y,x],[]", {24, 3}},
@@ -131,7 +131,7 @@ TEST(Plan, AxesOfTwoSizesChangePlacesInOneStepWhereTheyDivide) {
   }
 }
 
-// T52-T55: what the specification counts.
+// T52-T55: the byte counts of the specification.
 TEST(Plan, BytesAreThoseOfTheFormulas) {
   EXPECT_DOUBLE_EQ(wire_bytes(Collective::kAllReduce, 4, 1000), 1500);
   EXPECT_DOUBLE_EQ(wire_bytes(Collective::kAllReduce, 8, 1000), 1750);
@@ -152,7 +152,7 @@ TEST(Plan, BytesAreThoseOfTheFormulas) {
   EXPECT_DOUBLE_EQ(time(unit, "[x]", "[]", 2, {256}), 0.75 * 512);      // by dtype
   EXPECT_DOUBLE_EQ(time(unit, "[x]", "[]", 2, {512}), 2 * time(unit, "[x]", "[]", 2, {256}));
   EXPECT_DOUBLE_EQ(time(twice, "[x]", "[]", 2, {256}), 0.75 * 256);
-  EXPECT_DOUBLE_EQ(time(unit, "[] P{x}", "[]", 4, {250}), 1500);  // pending costs, unlike upstream
+  EXPECT_DOUBLE_EQ(time(unit, "[] P{x}", "[]", 4, {250}), 1500);  // partial costs, unlike upstream
   EXPECT_DOUBLE_EQ(time(unit, "[] P{x,y}", "[]", 4, {250}), 1750);
   EXPECT_EQ(time(unit, "[]", "[x]", 4, {250}), 0);
   EXPECT_EQ(time(unit, "[]", "[]", 4, {250}), 0);
@@ -204,7 +204,7 @@ TEST(Plan, IsRightAndNeverWorseThanTheGreedyOne) {
   EXPECT_GT(two_sizes, 0);
 }
 
-// Pending values that differ on every rank, so that one reduction too many or too few shows.
+// Partial values differ on every rank, so that one reduction too many or too few is detected.
 TEST(Plan, PendingValuesAreReducedOnce) {
   testing::Draw draw(2);
   for (int i = 0; i < testing::draws(); ++i) {
@@ -212,7 +212,7 @@ TEST(Plan, PendingValuesAreReducedOnce) {
     const Layout from = draw.layout(mesh, 2);
     const Layout to = draw.layout(mesh, 2, false);
     const Shape shape = draw.shape(2);
-    // Copies along the axes that are not pending are equal.
+    // Copies along the axes that are not partial are equal.
     const Array global = counted(shape);
     Locals locals = distribute(global, from);
     for (int64_t index = 0; index < mesh.size(); ++index) {

@@ -48,7 +48,7 @@ void expect(const std::vector<Case>& cases) {
 }
 
 OpRule mm(int64_t m = 64, int64_t k = 64, int64_t n = 64) { return matmul_rule({m, k}, {k, n}); }
-// Large enough that what is sent counts, and not how often.
+// Large enough that the cost of bytes dominates the cost of each message.
 OpRule ew(const char* op, Elementwise how, int inputs = 1) {
   return elementwise_rule(op, std::vector<Shape>(static_cast<size_t>(inputs), {4096, 4096}), how);
 }
@@ -75,7 +75,7 @@ TEST(Propagate, Products) {
 
 TEST(Propagate, NeverTwiceOnOneAxis) {
   const Mesh mesh = Mesh::parse("x=2,y=2");
-  // B11: k is x for one and y for the other. B12: m and k on one axis.
+  // B11: k is on x in one operand and on y in the other. B12: m and k are on one axis.
   for (const auto& inputs : std::vector<std::vector<std::string>>{{"[],[x]", "[y],[]"},
                                                                   {"[x],[]", "[x],[]"},
                                                                   {"[x],[y]", "[x],[y]"},
@@ -117,7 +117,7 @@ TEST(Propagate, Elementwise) {
 }
 
 TEST(Propagate, ConflictsAreSettledOnce) {
-  // T37, T38: the same dimension on two axes, one axis on two dimensions.
+  // T37, T38: one dimension on two axes, one axis on two dimensions.
   const OpRule add = ew("add", Elementwise::kAdd, 2);
   const Propagation same = run(add, Mesh::parse("dp=2,tp=2"), {"[dp],[]", "[tp],[]"});
   EXPECT_EQ(sends(same), "permute") << same.explain();
@@ -210,7 +210,8 @@ TEST(Propagate, ABiasIsAddedOnce) {
   EXPECT_EQ(p.chosen.outputs[0].str(), "[],[] P{tp}");
 }
 
-// T31: one collective forward; what is invariant stays so, and gradients meet where it ends.
+// T31: one collective forward; an invariant value stays invariant, and gradients are reduced at its
+// end.
 TEST(Propagate, AMegatronMlp) {
   const Mesh mesh = Mesh::parse("tp=2");
   const Propagation up = run(mm(), mesh, {"[],[] I{tp}", "[],[tp]"});
@@ -231,8 +232,8 @@ TEST(Propagate, AWantedOutputDecides) {
   EXPECT_EQ(run(mm(), mesh, {"[],[]", "[],[]"}).chosen.outputs[0].str(), "[],[]");
 }
 
-// Random operands of every kind of rule: the local operator on what the plans bring gives,
-// collected by the claimed layout, what the whole operator gives.
+// Random operands of every kind of rule: the local operator on the resharded inputs, collected by
+// the propagated layout, gives the result of the whole operator.
 TEST(Propagate, LocalResultsAreTheGlobalOne) {
   testing::Draw draw(3);
   const Body product = [](const std::vector<double>& v) {
@@ -276,7 +277,7 @@ TEST(Propagate, LocalResultsAreTheGlobalOne) {
     const std::vector<int64_t> sizes(rule.inputs.size() + 1, 4);
     const Propagation p = propagate(rule, layouts, sizes, h200());
     const Strategy& s = p.chosen;
-    // What is pending is spread over its ranks, not whole on one of them.
+    // Partial values are spread over their ranks, not whole on one of them.
     std::vector<Locals> inputs;
     for (size_t k = 0; k < layouts.size(); ++k) {
       Locals locals = distribute(globals[k], layouts[k]);

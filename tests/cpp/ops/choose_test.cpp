@@ -21,7 +21,7 @@ Algorithm chosen(std::string_view algorithm, const std::shared_ptr<TorchComm>& c
   return choose_algorithm(problem_of(at::kFloat, rows), algorithm, comm);
 }
 
-// On all ranks of a process.
+// Sets the tuning for all ranks, which are threads of one process.
 void tune(const std::shared_ptr<TorchComm>& comm, TuningSource source,
           const TuningEntries& entries) {
   comm->barrier(/*async_op=*/false);
@@ -43,13 +43,13 @@ Error choose_error(const F& choose) {
 TEST(ChooseAlgorithm, TakesWhatIsAsked) {
   const auto comm = fake_comm("asked", 8);
   EXPECT_EQ(chosen("sequential", comm, 1 << 20), Algorithm::sequential);
-  EXPECT_EQ(chosen("chunked", comm, 1), Algorithm::chunked);
+  EXPECT_EQ(chosen("pipelined", comm, 1), Algorithm::pipelined);
   comm->finalize();
 }
 
 TEST(ChooseAlgorithm, AutoGoesInChunksThatOutlastTheirTransfer) {
   const auto comm = fake_comm("auto", 8);
-  EXPECT_EQ(chosen("auto", comm, 1 << 20), Algorithm::chunked);
+  EXPECT_EQ(chosen("auto", comm, 1 << 20), Algorithm::pipelined);
   EXPECT_EQ(chosen("auto", comm, 1), Algorithm::sequential);
   comm->finalize();
   const auto alone = fake_comm("alone", 1);
@@ -59,7 +59,7 @@ TEST(ChooseAlgorithm, AutoGoesInChunksThatOutlastTheirTransfer) {
 
 TEST(ChooseAlgorithm, SaysWhyAChannelCannotBeUsed) {
   const auto comm = fake_comm("peerless", 2);
-  for (const auto* algorithm : {"ring", "bulk"}) {
+  for (const auto* algorithm : {"p2p", "bulk"}) {
     const auto error = choose_error([&] { chosen(algorithm, comm, 1 << 20); });
     EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
     EXPECT_EQ(std::string(error.what()), concat("op: expected what algorithm '", algorithm,
@@ -67,10 +67,10 @@ TEST(ChooseAlgorithm, SaysWhyAChannelCannotBeUsed) {
                                                 "'auto' or 'sequential'."));
   }
   const auto error =
-      choose_error([&] { choose_algorithm(problem_of(at::kLong, 1 << 20), "ring", comm); });
+      choose_error([&] { choose_algorithm(problem_of(at::kLong, 1 << 20), "p2p", comm); });
   EXPECT_STREQ(
       error.what(),
-      "op: expected what algorithm 'ring' needs, got: products of torch.int64 are torch's. Use "
+      "op: expected what algorithm 'p2p' needs, got: products of torch.int64 are torch's. Use "
       "'auto' or 'sequential'.");
   comm->finalize();
 }
@@ -79,10 +79,10 @@ TEST(ChooseAlgorithm, ListsTheChoices) {
   const auto comm = fake_comm("listed", 2);
   const auto error = choose_error([&] { chosen("tree", comm, 1); });
   EXPECT_EQ(error.kind(), ErrorKind::kValue);
-  EXPECT_STREQ(
-      error.what(),
-      "op: expected algorithm to be one of auto, sequential, chunked, ring, bulk, fused, direct, "
-      "got 'tree'. Use one of them.");
+  EXPECT_STREQ(error.what(),
+               "op: expected algorithm to be one of auto, sequential, pipelined, p2p, bulk, fused, "
+               "low_latency, "
+               "got 'tree'. Use one of them.");
   comm->finalize();
 }
 
@@ -95,8 +95,8 @@ TEST(ChooseAlgorithm, WhatIsKeptEndsWithTheTable) {
       for (int call = 0; call < 2; ++call) {
         EXPECT_EQ(choose_algorithm(problem, "auto", comm), Algorithm::sequential);
       }
-      tune(comm, TuningSource::table, {{key, "chunked"}});
-      EXPECT_EQ(choose_algorithm(problem, "auto", comm), Algorithm::chunked);
+      tune(comm, TuningSource::table, {{key, "pipelined"}});
+      EXPECT_EQ(choose_algorithm(problem, "auto", comm), Algorithm::pipelined);
       EXPECT_EQ(choose_algorithm(problem, "sequential", comm), Algorithm::sequential);
       OverlapProblem other = problem;
       other.m = 8 * problem.m;
@@ -106,14 +106,15 @@ TEST(ChooseAlgorithm, WhatIsKeptEndsWithTheTable) {
   });
 }
 
-// Half a power of two: 1024, 1448, 2048, 2896, 4096, ...
+// Sizes are rounded to half a power of two: 1024, 1448, 2048, 2896, 4096, ...
 TEST(ChooseAlgorithm, TakesWhatIsQuickestForLikeSizes) {
   const auto key = [](int64_t m, int64_t n, int64_t k) {
     return tuning_key("op", m, n, k, at::kFloat, 2, "cpu", /*in_graph=*/false);
   };
   const TuningEntries table{{key(1024, 1024, 1024), "sequential"},
-                            {key(8192, 1024, 1024), "chunked"}};
-  const TuningEntries cache{{key(1024, 1024, 1024), "chunked"}, {key(1024, 2048, 1024), "chunked"}};
+                            {key(8192, 1024, 1024), "pipelined"}};
+  const TuningEntries cache{{key(1024, 1024, 1024), "pipelined"},
+                            {key(1024, 2048, 1024), "pipelined"}};
   const std::string exact = "measured as the quickest, ";
   const std::string like = "measured as the quickest for a like size, ";
   const struct {
@@ -122,16 +123,16 @@ TEST(ChooseAlgorithm, TakesWhatIsQuickestForLikeSizes) {
   } cases[] = {
       {1024, 1024, 1024, "sequential", exact, "table"},
       {1100, 1000, 1024, "sequential", exact, "table"},
-      {1024, 2048, 1024, "chunked", exact, "cache"},
+      {1024, 2048, 1024, "pipelined", exact, "cache"},
       {1448, 1024, 1024, "sequential", like, "table"},
-      {1024, 1448, 1024, "sequential", like, "table"},  // as far from the cache's
-      {1024, 2048, 1448, "chunked", like, "cache"},
+      {1024, 1448, 1024, "sequential", like, "table"},  // the cache's is equally near
+      {1024, 2048, 1448, "pipelined", like, "cache"},
       {724, 724, 724, "sequential", like, "table"},
       {512, 512, 1024, "sequential", like, "table"},
       {512, 512, 724, "sequential", "", "rule"},
-      {2896, 1024, 1024, "chunked", like, "table"},  // as far from both: of the larger
+      {2896, 1024, 1024, "pipelined", like, "table"},  // equally near to both: the larger one
       {2048, 1024, 1024, "sequential", like, "table"},
-      {8192, 1024, 4096, "chunked", like, "table"},
+      {8192, 1024, 4096, "pipelined", like, "table"},
       {8192, 1024, 5793, "sequential", "", "rule"},
       {65536, 1024, 1024, "sequential", "", "rule"},
   };

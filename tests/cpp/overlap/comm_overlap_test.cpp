@@ -7,7 +7,7 @@
 #include "symm/thread_ranks.h"
 #include "torch_overlap/overlap/registry.h"
 
-// The classes from C++: over a communicator, and over two callbacks. Integers in fp64 are exact.
+// The classes in C++: over a communicator, and over two callbacks. Integers in fp64 are exact.
 
 namespace torch_overlap {
 namespace {
@@ -24,7 +24,7 @@ using Group = std::shared_ptr<OverlapGroup>;
 using Buffer = std::shared_ptr<CommOverlapCore>;
 
 constexpr int kGroup = 3;
-constexpr int64_t kRows = 7;  // 3, 3 and 1 of a rank
+constexpr int64_t kRows = 7;  // the ranks have 3, 3 and 1
 constexpr int64_t kFeatures = 8;
 constexpr int64_t kOutputs = 6;
 
@@ -141,7 +141,7 @@ TEST(CommOverlap, EveryMethodOverACommunicator) {
 }
 
 TEST(CommOverlap, EveryMethodOverTwoCallbacks) {
-  testing::Board board(kGroup);
+  testing::ThreadExchange board(kGroup);
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < kGroup; ++rank) {
     ranks.emplace_back([&, rank] {
@@ -155,7 +155,7 @@ TEST(CommOverlap, EveryMethodOverTwoCallbacks) {
   for (auto& rank : ranks) rank.join();
 }
 
-// --- What a class does not have -----------------------------------------------------------------
+// --- Operations that a class does not support ----------------------------------------------------
 
 void expect_unsupported(const Buffer& buffer, const std::string& method, bool is_supported,
                         const std::function<void()>& call) {

@@ -13,9 +13,12 @@ namespace torch_overlap {
 namespace {
 
 constexpr int kSizes[] = {1, 2, 3, 4, 5, 6, 7, 8, 12};
-constexpr GatherOrder kOrders[] = {GatherOrder::direct, GatherOrder::ring, GatherOrder::pairs};
+constexpr GatherOrder kOrders[] = {GatherOrder::all_pairs, GatherOrder::ring,
+                                   GatherOrder::chunk_pairs};
 
-bool has_order(GatherOrder order, int size) { return order != GatherOrder::pairs || size % 2 == 0; }
+bool has_order(GatherOrder order, int size) {
+  return order != GatherOrder::chunk_pairs || size % 2 == 0;
+}
 
 template <typename Check>
 void for_every_gather(Check check) {
@@ -48,8 +51,8 @@ TEST(OverlapGatherSchedule, GetsEveryChunkOnceAndComputesEveryChunkOnce) {
   });
 }
 
-// Whoever one gives to gets that chunk from it in the same exchange: none waits for another one, so
-// none can deadlock.
+// The destination of a rank's chunk receives that chunk in the same exchange: no exchange waits for
+// another one, so none can deadlock.
 TEST(OverlapGatherSchedule, EveryExchangeIsAPermutation) {
   for_every_gather([](GatherOrder order, int size, int rank, const GatherSchedule& schedule) {
     for (size_t i = 0; i < schedule.exchanges.size(); ++i) {
@@ -90,14 +93,14 @@ TEST(OverlapGatherSchedule, NobodyIsGivenAChunkTwice) {
 
 TEST(OverlapGatherSchedule, BeginsWithTheOwnChunk) {
   for_every_gather([](GatherOrder order, int, int rank, const GatherSchedule& schedule) {
-    const ChunkStep expected = order == GatherOrder::pairs
+    const ChunkStep expected = order == GatherOrder::chunk_pairs
                                    ? ChunkStep{.first = rank - rank % 2, .count = 2}
                                    : ChunkStep{.first = rank};
     EXPECT_EQ(schedule.steps.front(), expected);
   });
 }
 
-// Products come in the order in which what they read arrives.
+// Products are in the order in which their inputs arrive.
 TEST(OverlapGatherSchedule, ProductsDoNotOvertakeArrivals) {
   for_every_gather([](GatherOrder, int, int rank, const GatherSchedule& schedule) {
     std::vector<int> arrived{rank};
@@ -127,22 +130,23 @@ TEST(OverlapGatherSchedule, TheRingKnowsItsNeighboursOnly) {
 }
 
 TEST(OverlapGatherSchedule, ThePicturesOfRankOneOfFour) {
-  const auto direct = gather_schedule(1, 4, GatherOrder::direct);
-  EXPECT_EQ(direct.exchanges, (std::vector<Exchange>{{.to = 2, .give = 1, .from = 0, .get = 0},
-                                                     {.to = 3, .give = 1, .from = 3, .get = 3},
-                                                     {.to = 0, .give = 1, .from = 2, .get = 2}}));
-  EXPECT_EQ(direct.steps, (std::vector<ChunkStep>{{1}, {0}, {3}, {2}}));
+  const auto all_pairs = gather_schedule(1, 4, GatherOrder::all_pairs);
+  EXPECT_EQ(all_pairs.exchanges,
+            (std::vector<Exchange>{{.to = 2, .give = 1, .from = 0, .get = 0},
+                                   {.to = 3, .give = 1, .from = 3, .get = 3},
+                                   {.to = 0, .give = 1, .from = 2, .get = 2}}));
+  EXPECT_EQ(all_pairs.steps, (std::vector<ChunkStep>{{1}, {0}, {3}, {2}}));
   const auto ring = gather_schedule(1, 4, GatherOrder::ring);
   EXPECT_EQ(ring.exchanges, (std::vector<Exchange>{{.to = 2, .give = 1, .from = 0, .get = 0},
                                                    {.to = 2, .give = 0, .from = 0, .get = 3},
                                                    {.to = 2, .give = 3, .from = 0, .get = 2}}));
-  EXPECT_EQ(ring.steps, direct.steps);
-  const auto pairs = gather_schedule(1, 4, GatherOrder::pairs);
+  EXPECT_EQ(ring.steps, all_pairs.steps);
+  const auto pairs = gather_schedule(1, 4, GatherOrder::chunk_pairs);
   EXPECT_EQ(pairs.steps, (std::vector<ChunkStep>{{0, 2}, {2, 2}}));
 }
 
 TEST(OverlapGatherSchedule, PairsNeedAnEvenSize) {
-  EXPECT_THROW((void)gather_schedule(0, 3, GatherOrder::pairs), Error);
+  EXPECT_THROW((void)gather_schedule(0, 3, GatherOrder::chunk_pairs), Error);
 }
 
 TEST(OverlapScatterSchedule, MakesEveryChunkOnceTheOwnOneLast) {
@@ -169,7 +173,7 @@ TEST(OverlapScatterSchedule, EveryOtherRankGetsItsPartAndGivesItsOwn) {
       std::set<int> from;
       for (size_t i = 0; i < schedule.exchanges.size(); ++i) {
         const Exchange& mine = schedule.exchanges[i];
-        EXPECT_EQ(mine.give, schedule.steps[i].first);  // what was made just before
+        EXPECT_EQ(mine.give, schedule.steps[i].first);  // the chunk that was computed just before
         EXPECT_EQ(mine.give, mine.to);
         EXPECT_EQ(mine.get, rank);
         const Exchange partner = scatter_schedule(mine.to, size).exchanges.at(i);
@@ -264,18 +268,18 @@ TEST(PipelineOrder, ThePictures) {
   EXPECT_EQ(text(pipeline_order(3, true)), "G0 G1 R0 G2 R1 R2 ");
 }
 
-TEST(DirectSums, HaveRoomThatNoProductIsPutIn) {
+TEST(LowLatencySums, HaveRoomThatNoProductIsPutIn) {
   for (const int size : kSizes) {
     for (const int64_t rows : {0, 1, 3, 16, 100, 8192}) {
       for (const int64_t row_bytes : {2, 14, 16, 4096, 57344}) {
         const RowShare share{rows, size};
-        const int64_t least = direct_sum_room(share, row_bytes);
+        const int64_t least = low_latency_sum_bytes(share, row_bytes);
         for (const int64_t room : {least, least + 1, least + (2 << 20), 3 * least}) {
-          const int64_t sums_at = direct_sums_at(room, size);
+          const int64_t sums_at = low_latency_sums_offset(room, size);
           EXPECT_EQ(sums_at % kSumAlignment, 0);
           EXPECT_LE(rows * row_bytes, sums_at);
           EXPECT_LE(sums_at + share.largest() * row_bytes, room);
-          // Slices of whole vectors, in place of rows.
+          // Slices of whole vectors instead of rows.
           const int64_t slice = (rows * row_bytes / 16 + size - 1) / size * 16;
           if (row_bytes % 16 == 0) {
             EXPECT_LE(sums_at + slice, room);
@@ -286,12 +290,12 @@ TEST(DirectSums, HaveRoomThatNoProductIsPutIn) {
   }
 }
 
-TEST(DirectSums, GoInOneShotWhereThatReadsLittleMore) {
-  EXPECT_TRUE(sums_in_one_shot(int64_t{1} << 40, 2));
+TEST(LowLatencySums, GoInOneShotWhereThatReadsLittleMore) {
+  EXPECT_TRUE(uses_one_shot(int64_t{1} << 40, 2));
   for (const auto& [size, most] : {std::pair(3, 512 << 10), std::pair(4, 512 << 10),
                                    std::pair(5, 256 << 10), std::pair(8, 256 << 10)}) {
-    EXPECT_TRUE(sums_in_one_shot(most, size));
-    EXPECT_FALSE(sums_in_one_shot(most + 1, size));
+    EXPECT_TRUE(uses_one_shot(most, size));
+    EXPECT_FALSE(uses_one_shot(most + 1, size));
   }
 }
 

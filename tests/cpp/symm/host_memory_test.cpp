@@ -17,7 +17,7 @@ namespace {
 
 using namespace testing;  // NOLINT
 
-// Two ranks that are processes: a pair of pipes.
+// Two ranks that are processes, connected by a pair of pipes.
 class PipeBootstrap final : public Bootstrap {
  public:
   PipeBootstrap(int rank, int read_end, int write_end)
@@ -57,7 +57,7 @@ TEST(SymmetricMemory, IsZeroedAndOfItsSizeAndDtype) {
 }
 
 TEST(SymmetricMemory, ThreadsSeeEachOthersTensorsWithoutACopy) {
-  run_threads(3, [](int rank, Board& board) {
+  run_threads(3, [](int rank, ThreadExchange& board) {
     ThreadBootstrap bootstrap(board, rank, 3);
     auto x = rank == 1 ? at::full({4}, 1.0) : symmetric_empty({4}, at::kFloat, c10::kCPU);
     x.fill_(rank);
@@ -76,7 +76,7 @@ TEST(SymmetricMemory, ThreadsSeeEachOthersTensorsWithoutACopy) {
 }
 
 TEST(SymmetricMemory, CountsGoToTheSourcesOwnLine) {
-  run_threads(2, [](int rank, Board& board) {
+  run_threads(2, [](int rank, ThreadExchange& board) {
     ThreadBootstrap bootstrap(board, rank, 2);
     const auto memory = SymmetricMemory::rendezvous(
         bootstrap, request_of(symmetric_empty({1}, at::kFloat, c10::kCPU)));
@@ -96,11 +96,11 @@ TEST(SymmetricMemory, CountsGoToTheSourcesOwnLine) {
 }
 
 TEST(SymmetricMemory, ThrowsOnEveryRankWhatIsWrongOnOne) {
-  run_threads(3, [](int rank, Board& board) {
+  run_threads(3, [](int rank, ThreadExchange& board) {
     ThreadBootstrap bootstrap(board, rank, 3);
     auto request = request_of(symmetric_empty({4}, at::kFloat, c10::kCPU));
     if (rank == 2) request.fault = {ErrorKind::kType, "test: expected a, got b"};
-    auto error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request); });
+    auto error = thrown_error([&] { SymmetricMemory::rendezvous(bootstrap, request); });
     ASSERT_TRUE(error);
     EXPECT_EQ(error->kind(), ErrorKind::kType);
     EXPECT_STREQ(error->what(), rank == 2
@@ -108,7 +108,7 @@ TEST(SymmetricMemory, ThrowsOnEveryRankWhatIsWrongOnOne) {
                                     : "test: rank 2 could not take part: test: expected a, got b");
 
     request = request_of(symmetric_empty({rank == 0 ? 4 : 5}, at::kFloat, c10::kCPU));
-    error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request); });
+    error = thrown_error([&] { SymmetricMemory::rendezvous(bootstrap, request); });
     ASSERT_TRUE(error);
     EXPECT_STREQ(error->what(),
                  "test: expected memory of the same size on all ranks, got 16 bytes on rank 0 and "
@@ -116,7 +116,7 @@ TEST(SymmetricMemory, ThrowsOnEveryRankWhatIsWrongOnOne) {
 
     request = request_of(symmetric_empty({4}, at::kFloat, c10::kCPU));
     request.digest = rank == 1 ? "apples" : "pears";
-    error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request); });
+    error = thrown_error([&] { SymmetricMemory::rendezvous(bootstrap, request); });
     ASSERT_TRUE(error);
     EXPECT_STREQ(error->what(),
                  "test: expected the same on all ranks, got pears on rank 0 and "
@@ -125,16 +125,16 @@ TEST(SymmetricMemory, ThrowsOnEveryRankWhatIsWrongOnOne) {
 }
 
 TEST(SymmetricMemory, ARankThatDoesNotComeIsATimeout) {
-  Board board(2);
+  ThreadExchange board(2);
   ThreadBootstrap bootstrap(board, 0, 2, milliseconds(50));
-  const auto error = thrown_by([&] {
+  const auto error = thrown_error([&] {
     SymmetricMemory::rendezvous(bootstrap, request_of(symmetric_empty({4}, at::kFloat, c10::kCPU)));
   });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kTimeout);
 }
 
-// Runs `body` as rank 1 in a forked child; its return is the child's exit status.
+// Runs `body` as rank 1 in a forked child; its return value is the child's exit status.
 struct Child {
   int to_child[2];
   int to_parent[2];
@@ -178,7 +178,7 @@ TEST(SymmetricMemory, ProcessesMapEachOthersMemory) {
     other.fill_(me + 70);
     bootstrap.barrier();
     ok = ok && at::equal(x, at::full({4096}, 1 - me + 70, at::kInt));
-    // Nothing beside it was touched.
+    // The memory around x is unchanged.
     ok = ok && arena.ne(0).sum().item<int64_t>() == 4096;
     return ok;
   };
@@ -211,7 +211,7 @@ TEST(SymmetricMemory, PrivateMemoryOfAProcessIsRefusedOnBothSides) {
   const auto body = [](Bootstrap& bootstrap) {
     const auto x =
         bootstrap.rank() == 0 ? at::zeros({4}) : symmetric_empty({4}, at::kFloat, c10::kCPU);
-    const auto error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request_of(x)); });
+    const auto error = thrown_error([&] { SymmetricMemory::rendezvous(bootstrap, request_of(x)); });
     return error && error->kind() == ErrorKind::kUnsupported &&
            std::string(error->what()) ==
                "test: expected ranks that can reach each other's memory, got rank 0, which cannot "
@@ -224,7 +224,7 @@ TEST(SymmetricMemory, PrivateMemoryOfAProcessIsRefusedOnBothSides) {
   EXPECT_EQ(child.join(), 0);
 }
 
-// A process that dies after it has said what it has.
+// A process that exits after it has published its memory.
 class LeavingBootstrap final : public Bootstrap {
  public:
   explicit LeavingBootstrap(Bootstrap& bootstrap) : Bootstrap(1, 2, {}), bootstrap_(bootstrap) {}
@@ -246,7 +246,7 @@ TEST(SymmetricMemory, ARankThatLeavesHalfWayIsNamedWithinOneTimeout) {
   });
   auto bootstrap = child.bootstrap();
   bootstrap.set_timeout(milliseconds(300));
-  const auto error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request); });
+  const auto error = thrown_error([&] { SymmetricMemory::rendezvous(bootstrap, request); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kTimeout);
   EXPECT_STREQ(error->what(),
@@ -275,20 +275,20 @@ TEST(Descriptors, OneThatIsGoneIsNoPartner) {
   EXPECT_TRUE(received[1].is_late);
 }
 
-TEST(Place, OtherHostsAndNamespacesAreNamed) {
-  const Place& here = Place::here();
-  Place other = here;
-  EXPECT_EQ(here.obstacle_to(other), "");
+TEST(ProcessIdentity, OtherHostsAndNamespacesAreNamed) {
+  const ProcessIdentity& here = ProcessIdentity::current();
+  ProcessIdentity other = here;
+  EXPECT_EQ(here.unreachable_reason(other), "");
   other.network = "elsewhere";
-  EXPECT_NE(here.obstacle_to(other).find("different network namespaces"), std::string::npos);
+  EXPECT_NE(here.unreachable_reason(other).find("different network namespaces"), std::string::npos);
   other.system = "another";
-  EXPECT_NE(here.obstacle_to(other).find("different hosts"), std::string::npos);
+  EXPECT_NE(here.unreachable_reason(other).find("different hosts"), std::string::npos);
 }
 
-TEST(Place, AForkedChildIsAnotherProcess) {
-  const std::string before = Place::here().process;
+TEST(ProcessIdentity, AForkedChildIsAnotherProcess) {
+  const std::string before = ProcessIdentity::current().process;
   const pid_t pid = fork();
-  if (pid == 0) _exit(Place::here().process != before ? 0 : 1);
+  if (pid == 0) _exit(ProcessIdentity::current().process != before ? 0 : 1);
   int status = -1;
   waitpid(pid, &status, 0);
   EXPECT_EQ(status, 0);
@@ -299,7 +299,7 @@ TEST(Bootstrap, FieldsHoldAnyBytes) {
   EXPECT_EQ(unpack(pack(fields)), fields);
   EXPECT_EQ(unpack(""), std::vector<std::string>());
   for (const char* broken : {"5:abc", "x", "-1:"}) {
-    EXPECT_TRUE(thrown_by([&] { unpack(broken); })) << broken;
+    EXPECT_TRUE(thrown_error([&] { unpack(broken); })) << broken;
   }
 }
 

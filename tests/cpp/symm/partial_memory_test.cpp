@@ -1,4 +1,4 @@
-// Symmetric memory of ranks of which some cannot reach each other.
+// Symmetric memory of ranks some of which cannot reach each other.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
@@ -11,18 +11,18 @@ namespace {
 using namespace testing;  // NOLINT
 
 constexpr int kRanks = 4;
-constexpr int kApart = 2;  // reaches nobody
+constexpr int kApart = 2;  // reaches no other rank
 
 SymmetricMemory::Request partial_request(int rank) {
   auto request = request_of(symmetric_empty({4}, at::kFloat, c10::kCPU));
   request.tensor.fill_(rank);
   request.partial = true;
-  request.apart = rank == kApart;
+  request.pretend_unreachable = rank == kApart;
   return request;
 }
 
 TEST(PartialMemory, IsOfThePairsThatReachEachOther) {
-  run_threads(kRanks, [](int rank, Board& board) {
+  run_threads(kRanks, [](int rank, ThreadExchange& board) {
     ThreadBootstrap bootstrap(board, rank, kRanks);
     const auto request = partial_request(rank);
     const auto memory = SymmetricMemory::rendezvous(bootstrap, request);
@@ -32,7 +32,7 @@ TEST(PartialMemory, IsOfThePairsThatReachEachOther) {
     for (int peer = 0; peer < kRanks; ++peer) {
       const bool reaches = peer == rank || (peer != kApart && rank != kApart);
       EXPECT_EQ(memory->is_reachable(peer), reaches) << rank << " to " << peer;
-      EXPECT_EQ(memory->obstacle(peer), reaches ? "" : PretendUnreachable::kReason);
+      EXPECT_EQ(memory->unreachable_reason(peer), reaches ? "" : PretendUnreachable::kReason);
       EXPECT_EQ(memory->pointer(peer) != nullptr, reaches);
       if (reaches) {
         EXPECT_TRUE(at::equal(memory->view(peer, {4}, at::kFloat),
@@ -40,7 +40,7 @@ TEST(PartialMemory, IsOfThePairsThatReachEachOther) {
         memory->signals().to(peer)[0] = 10U + rank;
         continue;
       }
-      const auto error = thrown_by([&] { (void)memory->view(peer, {4}, at::kFloat); });
+      const auto error = thrown_error([&] { (void)memory->view(peer, {4}, at::kFloat); });
       ASSERT_TRUE(error);
       EXPECT_EQ(error->kind(), ErrorKind::kUnsupported);
     }
@@ -53,10 +53,10 @@ TEST(PartialMemory, IsOfThePairsThatReachEachOther) {
 }
 
 TEST(PartialMemory, IsWholeWhereAllReachAll) {
-  run_threads(kRanks, [](int rank, Board& board) {
+  run_threads(kRanks, [](int rank, ThreadExchange& board) {
     ThreadBootstrap bootstrap(board, rank, kRanks);
     auto request = partial_request(rank);
-    request.apart = false;
+    request.pretend_unreachable = false;
     const auto memory = SymmetricMemory::rendezvous(bootstrap, request);
     EXPECT_EQ(memory->unreachable_pair(), "");
     for (int peer = 0; peer < kRanks; ++peer) EXPECT_TRUE(memory->is_reachable(peer));
@@ -66,12 +66,12 @@ TEST(PartialMemory, IsWholeWhereAllReachAll) {
 
 TEST(PartialMemory, OneRankThatNeedsAllOfItRefusesForAll) {
   for (const std::string because : {"it is too old", ""}) {
-    run_threads(kRanks, [&because](int rank, Board& board) {
+    run_threads(kRanks, [&because](int rank, ThreadExchange& board) {
       ThreadBootstrap bootstrap(board, rank, kRanks);
       auto request = partial_request(rank);
       request.partial = rank != 1;
-      if (rank == 1) request.whole_because = because;
-      const auto error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request); });
+      if (rank == 1) request.partial_unsupported_reason = because;
+      const auto error = thrown_error([&] { SymmetricMemory::rendezvous(bootstrap, request); });
       ASSERT_TRUE(error);
       EXPECT_EQ(error->kind(), ErrorKind::kUnsupported);
       EXPECT_EQ(
@@ -80,7 +80,7 @@ TEST(PartialMemory, OneRankThatNeedsAllOfItRefusesForAll) {
                  "cannot reach that of rank 2: ",
                  PretendUnreachable::kReason,
                  because.empty() ? "" : "; and there is no other way: it is too old on rank 1"));
-      request.apart = false;  // then nothing needs another way
+      request.pretend_unreachable = false;  // then no other path is needed
       EXPECT_NE(SymmetricMemory::rendezvous(bootstrap, request), nullptr);
       bootstrap.barrier();
     });

@@ -1,4 +1,5 @@
-"""A block by async TP gives what ours gives, with the collectives and products where torch's compiler puts them."""
+"""A block by async TP gives the same as ours, with the collectives and products in the places chosen by torch's
+compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ FALLBACKS = {
 
 
 def one_after_the_other(comm: to.TorchComm, told: list[str]) -> Products:
-    """Notes in `told` what is called for."""
+    """Records the names of the calls in `told`."""
 
     def gather_matmul(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         told.append(f"gather, {len(weights)}")
@@ -44,7 +45,7 @@ def one_after_the_other(comm: to.TorchComm, told: list[str]) -> Products:
 
 
 def compare(comm: to.TorchComm, products: Products, joined: bool, activation: str, seed: int) -> None:
-    """Output and all gradients of a step, in fp64."""
+    """Returns the output and all gradients of a step, in fp64."""
 
     def make() -> tuple[Any, Tensor, Tensor]:
         torch.manual_seed(seed)
@@ -96,7 +97,7 @@ def test_weights_joined(size: int, activation: str, seed: int) -> None:
 
 @contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """torch's own reference of the fused operators, which it has for fake tensors, takes tensors of the CPU."""
+    """torch's own reference of the fused operators, which it has for fake tensors, accepts CPU tensors."""
     library = torch.library.Library("symm_mem", "IMPL")
     try:
         for op, fallback in FALLBACKS.items():

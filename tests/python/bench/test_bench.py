@@ -1,4 +1,4 @@
-"""The command from end to end on two gloo ranks, and what becomes of a way that fails or is wrong."""
+"""The command from end to end on two gloo ranks, and its handling of an algorithm that fails or is wrong."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from command_line import run_here
 from torch import Tensor
 
 import torch_overlap as to
+from torch_overlap._timing import Stopwatch
 from torch_overlap.bench import measure, result
 from torch_overlap.bench.build import algorithm_names, build
 from torch_overlap.bench.cases import CLASS_OPS, COLLECTIVES, EXCHANGE_OPS, KNOWN_OPS, Case
 from torch_overlap.bench.libraries import NO_CUDA, Arena, Libraries
-from torch_overlap.bench.measure import sample_all, try_out
+from torch_overlap.bench.measure import sample_all, validate_variants
 from torch_overlap.bench.problem import Problem, algorithms
 from torch_overlap.bench.ranks import Ranks
-from torch_overlap.bench.timing import Stopwatch
 from torch_overlap.bench.trace import lane_of, spans_of
 from torch_overlap.testing import run_ranks
 
@@ -47,7 +47,7 @@ def test_ag_gemm(tmp_path: Path) -> None:
     found = result.read(path)
     result.check_rows(found)
     rows = {row["algorithm"]: row for row in found["rows"]}
-    assert {"auto", "sequential", "chunked"} <= set(rows)
+    assert {"auto", "sequential", "pipelined"} <= set(rows)
     for row in rows.values():
         assert (row["op"], row["shape"], row["dtype"], row["tp"]) == ("ag_gemm", [64, 96, 32], "bf16", 2)
         assert (row["mode"], set(row["peers"])) == ("eager", {"gloo"})
@@ -69,9 +69,9 @@ WAYS = {
                         "gemm ring"},
     "gemm_rs_classes": {"auto", "class ring", "class ring atomic", "gemm ring", "class pipeline",
                         "class pipeline atomic", "gemm pipeline"},
-    "bulk_ag": {"auto", "sequential", "chunked", "bulk", "class bulk", "class bulk copy engine", "gemm bulk"},
-    "bulk_rs": {"auto", "sequential", "chunked", "bulk", "class bulk", "gemm bulk"},
-    **{op: {"auto", "sequential", "chunked", "ring"} for op in EXCHANGE_OPS},
+    "bulk_ag": {"auto", "sequential", "pipelined", "bulk", "class bulk", "class bulk copy engine", "gemm bulk"},
+    "bulk_rs": {"auto", "sequential", "pipelined", "bulk", "class bulk", "gemm bulk"},
+    **{op: {"auto", "sequential", "pipelined", "p2p"} for op in EXCHANGE_OPS},
 }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_classes_and_exchanges(tmp_path: Path) -> None:
     assert not [why for missing in found["missing"].values() for why in missing.values() if "wrong" in why]
 
 
-@pytest.mark.parametrize(("what", "wanted"), [(["ag_gemm"], "fast"), (["all_reduce", "gemm_rs"], "auto,push,quick")])
+@pytest.mark.parametrize(("what", "wanted"), [(["ag_gemm"], "fast"), (["all_reduce", "gemm_rs"], "auto,simple,quick")])
 def test_an_unknown_algorithm_is_an_error_that_lists_the_known_ones(what: list[str], wanted: str) -> None:
     done = run_here("bench", *what, "--set", "tiny", "--device", "cpu", "--algorithm", wanted)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -99,14 +99,14 @@ def test_an_unknown_algorithm_is_an_error_that_lists_the_known_ones(what: list[s
     assert head.startswith("bench: expected --algorithm of auto, ")
     assert got == wanted.split(",")[-1]
     known = set(head.partition(" of ")[2].split(", "))
-    assert {"auto", "sequential", "chunked", "ring"} <= known
-    assert ("push" in known) == ("all_reduce" in what)
+    assert {"auto", "sequential", "pipelined", "p2p"} <= known
+    assert ("simple" in known) == ("all_reduce" in what)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_rows"])
 def test_8_bit_floats_and_ways_by_name(tmp_path: Path, dtype: str) -> None:
     classes = {"auto", "class ring atomic", "gemm ring"}
-    operators = {"auto", "sequential", "chunked", "ring"}
+    operators = {"auto", "sequential", "pipelined", "p2p"}
     arguments = ("--shape", "64,96,64", "--dtype", dtype, "--algorithm", ",".join(classes | operators), "--rounds", 1)
     ops = {"ag_gemm_classes": classes, "gemm_rs_classes": classes, "gemm_ar": operators}
     done = bench(*ops, *arguments, "--device", "cpu", "--tp", 2, "--out", tmp_path)
@@ -208,7 +208,7 @@ def run_registered(rank: int, size: int, store: Any) -> None:
     ranks = make_ranks(rank, size, store)
     libraries = Libraries.open(ranks, [])
     problem = build(Case("all_gather", (4096,)), ranks, libraries, ["auto registered"])
-    try_out(problem, ranks)
+    validate_variants(problem, ranks)
     ours = next(variant for variant in problem.variants if variant.role == "ours")
     assert (ours.name, problem.missing.get("auto registered")) == ("auto registered", None)
     tensors = ours.call.keywords["own"][:2]  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ def run_registered(rank: int, size: int, store: Any) -> None:
     for tensor in tensors:
         with pytest.raises(to.StateError, match="expected memory that is not registered"):
             ranks.comm.tensor_register(tensor)
-    for end in problem.ends:
+    for end in problem.cleanups:
         end()
     for tensor, window in zip(tensors, windows, strict=True):
         ranks.comm.tensor_register(tensor)
@@ -261,7 +261,7 @@ def run_try_out(rank: int, size: int, store: Any) -> None:
     problem.add("not a number", "ours", lambda i: truth * float("nan"))
     problem.add("fails on one rank", "peer", fails_on_one)
     problem.add("product", "gemm", lambda i: 2 * truth)
-    try_out(problem, ranks)
+    validate_variants(problem, ranks)
     assert [variant.name for variant in problem.variants] == ["reference", "right", "writes", "product"]
     assert problem.missing["fails on one rank"] == "no such kernel"
     assert problem.missing["wrong on one rank"] == "wrong: differs from reference by 5.0e-01"
@@ -270,7 +270,7 @@ def run_try_out(rank: int, size: int, store: Any) -> None:
     assert calls == ["before", "asked"]
     assert [variant.chosen for variant in problem.variants] == ["", "it", "", ""]
     assert truth.isfinite().all()
-    assert ranks.first_says(rank + 5) == 5
+    assert ranks.broadcast_value(rank + 5) == 5
     ranks.stop()
 
 
@@ -326,7 +326,7 @@ def run_algorithms(comm: to.TorchComm) -> list[str]:
 def test_an_operator_says_which_algorithms_it_has() -> None:
     (names,) = run_ranks(run_algorithms, 1)
     assert names[0] == "auto"
-    assert {"sequential", "chunked", "ring"} <= set(names)
+    assert {"sequential", "pipelined", "p2p"} <= set(names)
 
 
 @pytest.mark.parametrize("listed", ["auto, sequential, fused, got '?'", "auto sequential fused, got '?'"])
@@ -360,6 +360,9 @@ def test_lanes() -> None:
         "fused_all_gather_gemm": "product",
         "ncclDevKernel_AllGather_RING_LL": "communication",
         "Memcpy PtoP (Device -> Device)": "communication",
+        "void torch_overlap::cuda::simple_copy_kernel": "communication",
+        "void torch_overlap::cuda::ll_norm_kernel": "communication",
+        "void torch_overlap::cuda::copy_signal_kernel": "communication",
         "aten::mm": "product",
         "void at::native::vectorized_elementwise_kernel": "other",
     }

@@ -117,7 +117,7 @@ def test_what_a_rank_sends() -> None:
     for op in ("ag_gemm", "gemm_rs"):
         ours, theirs = Case(op, (m, n, k)), Case(f"{op}_classes", (m, n, k))
         assert (theirs.local(tp), theirs.moved(tp)) == (ours.local(tp), ours.moved(tp))
-    # dx [m, k] = dy w, dw [n, k] = dy^T x: of a rank's n, with all rows of x or dx beside them
+    # dx [m, k] = dy w, dw [n, k] = dy^T x: for the n of a rank; all rows of x or dx travel in the meantime
     for op, local in (("bulk_ag", (m, k, n // 4)), ("bulk_rs", (n // 4, k, m))):
         assert (Case(op, (m, n, k)).local(tp), Case(op, (m, n, k)).moved(tp)) == (local, 3 * m * k * 2 // 4)
 

@@ -1,4 +1,4 @@
-"""The model of the least time, against figures that were worked out for measured products."""
+"""The model of the minimal time, against figures that were worked out for measured products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_overlap.bench.floor import Rates, floor_us
 
 H200 = Rates(link=386e9, memory=3.9e12)
 
-# op, (M, N, K), ranks, microseconds of the product alone, floor over it
+# op, (M, N, K), ranks, microseconds of the product by itself, floor relative to it
 PRODUCTS = [
     ("ag_gemm", (8192, 28672, 4096), 2, 1244.0, 1.0),
     ("ag_gemm", (8192, 28672, 4096), 8, 314.97, 1.0),
@@ -31,7 +31,7 @@ PRODUCTS = [
     ("gemm_ar", (2048, 4096, 14336), 8, 59.88, 1.4681),
 ]
 
-# few tokens: (M, N, K), ranks, microseconds of the product alone, and of the floor
+# few tokens: (M, N, K), ranks, microseconds of the product by itself, and of the floor
 DECODE = [
     ((16, 8192, 8192), 2, 19.2, 22.1),
     ((64, 8192, 8192), 4, 10.6, 19.2),

@@ -1,4 +1,4 @@
-"""benchmarks/fused_alone.py: what it refuses, and what it says of its samples."""
+"""benchmarks/fused_alone.py: invalid arguments, and its report of the samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goals and what falls short of them."""
+"""Goals, and the cases that miss them."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ def kept(goal: dict[str, Any], *rows: dict[str, Any]) -> list[bool]:
 def test_bounds() -> None:
     assert kept({"at_most": {"ratio_gemm": 1.1}}, row()) == [True]
     assert kept({"at_most": {"ratio_gemm": 1.09}}, row()) == [False]
-    # One of several is enough.
+    # One of several bounds is enough.
     assert kept({"at_most": {"ratio_gemm": 1.0, "ratio_floor": 1.05}}, row()) == [True]
     assert kept({"at_most": {"over_nccl": 0.5}}, row()) == [True]
     assert kept({"at_most": {"over_nccl": 0.4}}, row()) == [False]
     assert kept({"at_most": {"over_graph": 1.05}, "mode": "eager"}, row(), row(mode="eager", us=10.4)) == [True]
     assert kept({"at_most": {"over_graph": 1.05}, "mode": "eager"}, row(), row(mode="eager", us=10.6)) == [False]
-    # In rounds where the product alone took longer, too.
+    # Rounds in which the product itself took longer are kept too.
     slow = {"mode": "eager", "at_most": {"over_graph": 1.05}}
     assert kept(slow, row(us=1000, gemm_us=900), row(mode="eager", us=1060, gemm_us=945)) == [True]
     assert kept(slow, row(us=1000, gemm_us=900), row(mode="eager", us=1060, gemm_us=900)) == [False]
-    # But for a short one that would be the host's time.
+    # Except for a short case, in which the difference would be the host's time.
     assert kept(slow, row(), row(mode="eager", us=10.6, gemm_us=9.45)) == [False]
 
 
 def test_auto_against_the_best_of_ours() -> None:
     goal = {"at_most": {"over_best_of_ours": 1.02}}
-    ring = row(algorithm="ring", us=9.0)
-    assert kept(goal, row(us=9.18), ring, row(algorithm="fused", us=11.0)) == [True]
-    assert kept(goal, row(us=9.3), ring) == [False]
-    # Within the spread of either; other cases, and what hides nothing in a forward pass, do not count.
-    assert kept(goal, row(us=9.3, iqr_us=0.31), ring) == [True]
-    assert kept(goal, row(us=9.3), ring | {"iqr_us": 0.31}) == [True]
-    assert kept(goal, row(us=9.3), ring | {"mode": "eager"}, row(algorithm="bulk", us=1.0)) == []
+    p2p = row(algorithm="p2p", us=9.0)
+    assert kept(goal, row(us=9.18), p2p, row(algorithm="fused", us=11.0)) == [True]
+    assert kept(goal, row(us=9.3), p2p) == [False]
+    # Within the spread of either. Other cases do not count, nor does one that overlaps nothing in a forward pass.
+    assert kept(goal, row(us=9.3, iqr_us=0.31), p2p) == [True]
+    assert kept(goal, row(us=9.3), p2p | {"iqr_us": 0.31}) == [True]
+    assert kept(goal, row(us=9.3), p2p | {"mode": "eager"}, row(algorithm="bulk", us=1.0)) == []
 
 
 def test_the_floor_counts_where_communication_takes_longer_than_the_product() -> None:
@@ -65,14 +65,14 @@ def test_the_floor_counts_where_communication_takes_longer_than_the_product() ->
 def test_which_rows_a_goal_is_about() -> None:
     rows = [
         row(),
-        row(algorithm="ring", ratio_gemm=9.0),
+        row(algorithm="p2p", ratio_gemm=9.0),
         row(tp=4),
         row(op="all_reduce", shape=1024),
         row(mode="eager"),
     ]
     bound = {"at_most": {"ratio_gemm": 2.0}}
     assert len(kept(bound, *rows)) == 4
-    assert kept({**bound, "algorithm": "ring"}, *rows) == [False]
+    assert kept({**bound, "algorithm": "p2p"}, *rows) == [False]
     assert len(kept({**bound, "tp": [2, 8]}, *rows)) == 3
     assert len(kept({**bound, "op": "ag_gemm", "shape": [64, 64, 64], "mode": "graph"}, *rows)) == 2
     assert len(kept({**bound, "shape": [[64, 64, 64], [1, 2, 3]]}, *rows)) == 3
@@ -89,11 +89,11 @@ def test_a_geometric_mean() -> None:
 def test_a_geometric_mean_is_of_all_cases_of_one_file() -> None:
     goal = {"at_most": {"ratio_gemm": 1.2}, "geometric_mean": True, "op": "gemm", "shape": [[1, 2, 3], [4, 5, 6]]}
     small, large = (row("gemm", shape) for shape in ((1, 2, 3), (4, 5, 6)))
-    # Half of the cases say nothing of the mean.
+    # Half of the cases do not determine the mean.
     findings, unmeasured = goals.compare([goal], [small | {"ratio_gemm": 0.5}])
     assert findings == []
     assert "1 of 2 cases" in unmeasured[0]
-    # A second, slower file is a mean of its own.
+    # A second, slower file has a mean of its own.
     slow = [row | {"file": "b", "ratio_gemm": 1.5} for row in (small, large)]
     assert kept(goal, *[row | {"file": "a"} for row in (small, large)], *slow) == [True, False]
 
@@ -128,7 +128,7 @@ def test_what_was_asked_for_and_left_out_falls_short() -> None:
 def test_numbers_that_are_none_keep_nothing() -> None:
     assert kept({"at_most": {"ratio_gemm": 2.0}}, row(ratio_gemm=float("nan"))) == [False]
     assert "noisy" in str(goals.compare([{"at_most": {"ratio_gemm": 2.0}}], [row(noisy=True)])[0][0])
-    # No product alone, no comparison.
+    # Without the product's own time there is no comparison.
     lacking = {key: value for key, value in row(comm_us=9.0).items() if key not in ("gemm_us", "ratio_gemm")}
     goal = {"at_most": {"ratio_gemm": 1.0, "floor_where_communication_bound": 1.0}}
     findings, unmeasured = goals.compare([goal], [lacking])
@@ -198,7 +198,7 @@ def test_the_goals_are_about_what_is_measured(name: str) -> None:
 
 
 def test_no_way_of_a_peer_may_be_quicker() -> None:
-    """In any operation that has peers, captured or not."""
+    """No algorithm of a peer may be faster in any operation that has peers, captured or not."""
     wanted = goals.read_goals(ROOT / "benchmarks" / "goals.json")
     for op in (*OPS, *EXCHANGE_OPS):
         for mode in MODES:
@@ -208,7 +208,7 @@ def test_no_way_of_a_peer_may_be_quicker() -> None:
 
 
 def test_the_product_of_twelve_shapes_is_our_own() -> None:
-    """Not the library's beside itself."""
+    """The goal is that of our own kernels, not of the library."""
     of_products = [goal for goal in goals.read_goals(ROOT / "benchmarks" / "goals.json") if goal.get("op") == "gemm"]
     cases = cases_of("gemm", "bf16")
     library, own = (

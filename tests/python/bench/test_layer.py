@@ -1,4 +1,4 @@
-"""benchmarks/layer.py runs without a GPU, and writes a result of what it says that it measures."""
+"""benchmarks/layer.py runs without a GPU, and its result names what it measures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed._symmetric_memory as symmetric
 from torch_overlap.bench.libraries import NO_CUDA
 
 LAYER = Path(__file__).parents[3] / "benchmarks" / "layer.py"
-# torch's fused operators on the CPU, by the references that it has for fake tensors; their products times {factor}.
+# torch's fused operators on the CPU, by its references for fake tensors; their products times {factor}.
 WITH_FUSED = """
 import runpy
 import torch
@@ -46,12 +46,12 @@ def run(program: Path, out: Path, *arguments: str) -> tuple[dict[str, Any], str]
 @pytest.mark.slow
 def test_two_ranks_without_a_gpu(tmp_path: Path) -> None:
     found, told = run(LAYER, tmp_path)
-    expected = {(model, way) for model in ("llama3-8b", "llama3-70b") for way in ("auto", "ring", "sequential")}
+    expected = {(model, way) for model in ("llama3-8b", "llama3-70b") for way in ("auto", "p2p", "sequential")}
     assert {(row["name"], row["algorithm"]) for row in found["rows"]} == expected
     for row in found["rows"]:
         assert set(row["peers"]) == {"nccl"}
         assert min(row["us"], row["peers"]["nccl"], row["over_nccl"]) > 0
-        assert "predicted_us" not in row  # it would be old as soon as the planner learns
+        assert "predicted_us" not in row  # it would be out of date as soon as the planner changes
     why = {"torch fused": NO_CUDA, "torch fused joined": NO_CUDA}
     assert found["missing"] == {"llama3-8b": why, "llama3-70b": why}
     assert f"not run: torch fused: {NO_CUDA}" in told
@@ -65,7 +65,7 @@ def test_two_ranks_without_a_gpu(tmp_path: Path) -> None:
 def test_async_tp_takes_turns_unless_it_is_wrong(tmp_path: Path, factor: int) -> None:
     program = tmp_path / "layer.py"
     program.write_text(WITH_FUSED.format(factor=factor, layer=str(LAYER)))
-    found, told = run(program, tmp_path, "--models", "llama3-8b", "--algorithms", "ring")
+    found, told = run(program, tmp_path, "--models", "llama3-8b", "--algorithms", "p2p")
     (row,) = found["rows"]
     names = ("torch fused", "torch fused joined")
     if factor == 1:

@@ -1,4 +1,4 @@
-"""From samples to rows, and whether a visit fits into what is left of the time."""
+"""Conversion of samples to rows, and the check that a visit fits into the remaining time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch_overlap as to
 from torch_overlap.bench import gemms
 from torch_overlap.bench.cases import MODES, Case, Visit, expected_seconds, in_order
 from torch_overlap.bench.cli import chosen_cases
-from torch_overlap.bench.collectives import way_taken
+from torch_overlap.bench.collectives import last_algorithm
 from torch_overlap.bench.floor import Rates
 from torch_overlap.bench.measure import Outcome, summary
 from torch_overlap.bench.problem import Problem
 from torch_overlap.bench.report import block
-from torch_overlap.bench.run import FEW_ROUNDS, Options, Pace, Record
+from torch_overlap.bench.run import FEW_ROUNDS, Options, Record, RoundBudget
 
 ROOT = Path(__file__).resolve().parents[3]
 H200 = Rates(link=386e9, memory=3.9e12)
@@ -30,8 +30,8 @@ H200 = Rates(link=386e9, memory=3.9e12)
 
 def problem_of(case: Case) -> Problem:
     problem = Problem(case, missing={"absent": "not here"})
-    for name, role in (("auto", "ours"), ("ring", "ours"), ("quick", "peer"), ("slow", "peer")):
-        problem.add(name, role, lambda i: torch.empty(0), chosen="ring" if name == "auto" else "")  # type: ignore[arg-type]
+    for name, role in (("auto", "ours"), ("p2p", "ours"), ("quick", "peer"), ("slow", "peer")):
+        problem.add(name, role, lambda i: torch.empty(0), chosen="p2p" if name == "auto" else "")  # type: ignore[arg-type]
     return problem
 
 
@@ -41,32 +41,32 @@ def test_rows_of_a_product() -> None:
     problem.add("gemm", "gemm", lambda i: torch.empty(0))
     problem.add("reduce_scatter", "comm", lambda i: torch.empty(0))
     noise = [1.0, 1.1, 0.9, 1.2, 0.8]
-    base = {"gemm": 400, "auto": 440, "ring": 420, "quick": 430, "slow": 800, "reduce_scatter": 260}
+    base = {"gemm": 400, "auto": 440, "p2p": 420, "quick": 430, "slow": 800, "reduce_scatter": 260}
     samples = {name: [us * x for x in noise] for name, us in base.items()}
     outcome = summary(Visit(case, "graph"), problem, samples, 4, H200)
-    auto, ring = outcome.rows
-    assert (auto["algorithm"], auto["chosen"], auto["name"], auto["shape"]) == ("auto", "ring", "70b-o", [8192] * 3)
-    assert "chosen" not in ring
+    auto, p2p = outcome.rows
+    assert (auto["algorithm"], auto["chosen"], auto["name"], auto["shape"]) == ("auto", "p2p", "70b-o", [8192] * 3)
+    assert "chosen" not in p2p
     assert (auto["us"], auto["gemm_us"], auto["comm_us"]) == (440, 400, 260)
-    # The noise is the rounds': it is not in a ratio.
+    # Noise is common to a round, so the ratio does not have it.
     assert (auto["ratio_gemm"], auto["ratio_iqr"]) == pytest.approx((1.1, 0))
     assert auto["iqr_us"] == pytest.approx(
         statistics.quantiles(samples["auto"])[2] - statistics.quantiles(samples["auto"])[0]
     )
     assert auto["noisy"] is True
-    assert (ring["best_peer"], ring["ratio_peer"]) == ("quick", pytest.approx(420 / 430))
-    assert ring["peers"] == {"quick": 430, "slow": 800}
-    assert 400 < ring["floor_us"] < 410
-    assert ring["ratio_floor"] == pytest.approx(420 / ring["floor_us"])
-    assert ring["gbps"] == pytest.approx(case.moved(4) / 420e-6 / 1e9)
+    assert (p2p["best_peer"], p2p["ratio_peer"]) == ("quick", pytest.approx(420 / 430))
+    assert p2p["peers"] == {"quick": 430, "slow": 800}
+    assert 400 < p2p["floor_us"] < 410
+    assert p2p["ratio_floor"] == pytest.approx(420 / p2p["floor_us"])
+    assert p2p["gbps"] == pytest.approx(case.moved(4) / 420e-6 / 1e9)
     text = block(outcome)
-    for part in ("gemm alone 400.0 us", "NOISY", "ours auto (ring)", "1.100", "peer slow", "not run: absent: not here"):
+    for part in ("gemm alone 400.0 us", "NOISY", "ours auto (p2p)", "1.100", "peer slow", "not run: absent: not here"):
         assert part in text
 
 
 def test_rows_of_a_collective() -> None:
     case = Case("all_gather", (1 << 20,))
-    samples = {"auto": [10.0] * 5, "ring": [20.0] * 5, "quick": [8.0] * 5, "slow": [9.0] * 5}
+    samples = {"auto": [10.0] * 5, "p2p": [20.0] * 5, "quick": [8.0] * 5, "slow": [9.0] * 5}
     auto, _ = summary(Visit(case, "graph"), problem_of(case), samples, 4, H200).rows
     assert (auto["shape"], auto["name"], auto["us"]) == (1 << 20, "1 MiB", 10.0)
     assert not {"gemm_us", "ratio_gemm", "comm_us"} & set(auto)
@@ -75,7 +75,7 @@ def test_rows_of_a_collective() -> None:
 
 def test_without_the_product_alone_there_is_no_ratio() -> None:
     case = Case("ag_gemm", (64, 64, 64))
-    samples = {name: [5.0] * 4 for name in ("auto", "ring", "quick", "slow")}
+    samples = {name: [5.0] * 4 for name in ("auto", "p2p", "quick", "slow")}
     rows = summary(Visit(case, "eager"), problem_of(case), samples, 2, H200).rows
     assert all("ratio_gemm" not in row and "floor_us" not in row for row in rows)
 
@@ -84,17 +84,17 @@ def test_a_pace_learns() -> None:
     visit = Visit(Case("ag_gemm", (8192, 10240, 8192)), "graph")
     expected = expected_seconds(visit, 2, 30)
     began = time.time()
-    assert Pace(Options("x", [], [], began=began), 2).rounds(visit) == 30
-    budget = 1000 * expected  # what this test itself takes does not count
-    pace = Pace(Options("x", [], [], budget=budget, began=began), 2)
+    assert RoundBudget(Options("x", [], [], began=began), 2).rounds(visit) == 30
+    budget = 1000 * expected  # the time of this test itself does not count
+    pace = RoundBudget(Options("x", [], [], budget=budget, began=began), 2)
     assert pace.rounds(visit) == 30
     for _ in range(20):
-        pace.took(visit, 30, 1500 * expected)
+        pace.record_duration(visit, 30, 1500 * expected)
     assert 8 <= pace.rounds(visit) < 30
     for _ in range(20):
-        pace.took(visit, 30, 15000 * expected)
+        pace.record_duration(visit, 30, 15000 * expected)
     assert pace.rounds(visit) == 0
-    assert Pace(Options("x", [], [], budget=budget, began=began - budget), 2).rounds(visit) == 0
+    assert RoundBudget(Options("x", [], [], budget=budget, began=began - budget), 2).rounds(visit) == 0
 
 
 def test_rounds_are_fewer_where_more_fits_then() -> None:
@@ -102,7 +102,7 @@ def test_rounds_are_fewer_where_more_fits_then() -> None:
     at_most, at_least = (sum(expected_seconds(visit, 4, rounds) for visit in visits) for rounds in (30, 8))
 
     def rounds(budget: float) -> int:
-        return Pace(Options("x", [], [], budget=budget, began=time.time()), 4).rounds(visits[0], visits[1:])
+        return RoundBudget(Options("x", [], [], budget=budget, began=time.time()), 4).rounds(visits[0], visits[1:])
 
     assert rounds(2 * at_most) == 30
     assert 8 < rounds((at_most + at_least) / 2) < 30
@@ -110,7 +110,7 @@ def test_rounds_are_fewer_where_more_fits_then() -> None:
 
 
 def test_all_of_bf16_fits_into_what_make_bench_has() -> None:
-    """On 4 GPUs in under four minutes, eager calls too, with fewer rounds."""
+    """Runs on 4 GPUs in under four minutes, including eager calls, with fewer rounds."""
     (budget,) = re.findall(r"^BUDGET \?= (\d+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert int(budget) < 240
     visits = in_order(chosen_cases(["all"], [], "bf16", None), MODES)
@@ -124,10 +124,10 @@ def outcome_of(*algorithms: str, **missing: str) -> Outcome:
 
 
 def test_what_a_visit_lacks() -> None:
-    assert outcome_of("auto", ring="no memory").lacks() == ""
-    assert outcome_of("ring", auto="wrong: differs").lacks() == "wrong: differs"
-    assert outcome_of("ring").lacks() == "no row of auto"
-    assert outcome_of("ring").lacks(["ring"]) == ""
+    assert outcome_of("auto", p2p="no memory").lacks() == ""
+    assert outcome_of("p2p", auto="wrong: differs").lacks() == "wrong: differs"
+    assert outcome_of("p2p").lacks() == "no row of auto"
+    assert outcome_of("p2p").lacks(["p2p"]) == ""
     assert outcome_of(all="no room").lacks() == "no room"
     assert outcome_of(ours="there is no such operator").lacks() == ""
 
@@ -138,7 +138,7 @@ def test_a_record_says_what_is_not_there_yet(tmp_path: Path) -> None:
     record = Record(Options("x", [], [], json=path), H200, 2, [done, failed, later])
     record.add(Outcome(done, 2, rows=[done.row(2) | {"algorithm": "auto"}]))
     record.add(Outcome(failed, 2, missing={"all": "no room"}))
-    left_out = json.loads(path.read_text())["left_out"]  # as a run leaves it that is stopped here
+    left_out = json.loads(path.read_text())["left_out"]  # state of a run that is stopped here
     assert left_out == [later.row(2) | {"why": "the run was stopped"}, failed.row(2) | {"why": "no room"}]
     record.finish([later])
     assert json.loads(path.read_text())["left_out"][0]["why"] == "for want of time"
@@ -147,11 +147,11 @@ def test_a_record_says_what_is_not_there_yet(tmp_path: Path) -> None:
 def test_the_way_that_a_collective_took(monkeypatch: pytest.MonkeyPatch) -> None:
     entries: list[dict[str, Any]] = []
     monkeypatch.setattr(to.flight_recorder, "dump_json", lambda: json.dumps({"entries": entries}))
-    assert way_taken() == ""
-    entries += [{"algorithm": "direct_ll"}, {"algorithm": "direct_push"}]
-    assert way_taken() == "direct_push"
+    assert last_algorithm() == ""
+    entries += [{"algorithm": "ll"}, {"algorithm": "simple"}]
+    assert last_algorithm() == "simple"
     entries.append({"op": "all_reduce"})
-    assert way_taken() == ""
+    assert last_algorithm() == ""
 
 
 def test_our_own_kernels_are_beside_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:

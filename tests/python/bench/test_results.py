@@ -1,4 +1,4 @@
-"""Result files, tables and pictures made of them."""
+"""Result files, and the tables and pictures made from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def size_row(size: int, algorithm: str, us: float) -> dict[str, Any]:
 
 
 ROWS = [
-    gemm_row("one", "graph", "auto", 1.25, chosen="ring"),
+    gemm_row("one", "graph", "auto", 1.25, chosen="p2p"),
     gemm_row("one", "graph", "fused", 1.125),
     gemm_row("one", "eager", "auto", 1.375),
     gemm_row("two", "graph", "auto", 1.5, shape=[64, 64, 128]),
@@ -60,7 +60,7 @@ def test_committed_results_are_result_files(path: Path) -> None:
 
 
 def test_committed_results_are_few_and_used() -> None:
-    """The current file of each claim, and no other: older ones are in git's history."""
+    """Each claim has its current file only: older ones are in git's history."""
     assert len(RESULTS) < 40
     assert sum(path.stat().st_size for path in RESULTS) < 1_000_000
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "tests/python/mesh/test_h200.py"]
@@ -81,7 +81,7 @@ def test_a_file_has_a_name_of_its_kind(tmp_path: Path) -> None:
 
 
 def test_a_file_has_a_line_for_each_row() -> None:
-    """Figures that nothing reads stay out, and digits that no measurement has."""
+    """Figures that nothing reads are left out, and so are digits beyond the precision of a measurement."""
     noise = dict.fromkeys(result.UNREAD, 0.5)
     row = gemm_row("one", "graph", "auto", 1.2345678, ratio_peer=0.98765432, peers={"nccl": 150.123456, "none": 0.0})
     rows = [row | noise, size_row(1 << 27, "auto", 12345.678)]
@@ -124,13 +124,13 @@ def test_tables() -> None:
     ]  # fmt: skip
     lines = table(groups[:2]).splitlines()
     assert lines[0] == "| layer (M, N, K) | product alone, us | ours: graph | eager | floor | nccl |"
-    assert lines[2] == "| one 64, 64, 64 | 100 | 1.250 (ring), fused 1.125 | 1.375 | 1.010 | 1.500 |"
+    assert lines[2] == "| one 64, 64, 64 | 100 | 1.250 (p2p), fused 1.125 | 1.375 | 1.010 | 1.500 |"
     assert lines[3] == "| two 64, 64, 128 | 100 | 1.500 (auto) | - | 1.010 | 1.500 |"
     assert table(groups[2:]).splitlines()[2] == "| 1 KiB | 3.2 | 8.8 | 2.5 | 9.0 |"
     lines = table(groups_of([*ROWS, size_row(1024, "auto registered", 3.125)])[2:]).splitlines()
     assert lines[0] == "| size | ours, us | ours by NCCL | ours, registered | floor | nccl |"
     assert lines[2:] == ["| 1 KiB | 3.2 | 8.8 | 3.1 | 2.5 | 9.0 |", "| 1 MiB | 12.5 | - | - | 2.5 | 9.0 |"]
-    by_lines = size_row(1024, "auto", 3.25) | {"chosen": "direct_ll"}
+    by_lines = size_row(1024, "auto", 3.25) | {"chosen": "ll"}
     assert table(groups_of([by_lines])).splitlines()[2] == "| 1 KiB | 3.2 (ll) | - | 2.5 | 9.0 |"
 
 
@@ -142,15 +142,15 @@ def layer_row(name: str, algorithm: str, us: float, peers: dict[str, float]) -> 
 
 LAYERS = [
     layer_row("llama3-8b", "auto", 2000.0, {"nccl": 3200.0, "torch fused": 2500.0}),
-    layer_row("llama3-8b", "ring", 2100.0, {"nccl": 3200.0, "torch fused": 2500.0}),
+    layer_row("llama3-8b", "p2p", 2100.0, {"nccl": 3200.0, "torch fused": 2500.0}),
     layer_row("llama3-70b", "auto", 4000.0, {"nccl": 5000.0}),
-    layer_row("llama3-70b", "ring", 3900.0, {"nccl": 5000.0}),
+    layer_row("llama3-70b", "p2p", 3900.0, {"nccl": 5000.0}),
 ]
 
 
 def test_a_table_of_layers() -> None:
     lines = layer_table(LAYERS).splitlines()
-    assert lines[0] == ("| layer (M, ffn, hidden) | ours, us: auto | ring | nccl | torch fused | predicted "
+    assert lines[0] == ("| layer (M, ffn, hidden) | ours, us: auto | p2p | nccl | torch fused | predicted "
                         "| auto / nccl | auto / torch fused | auto / predicted |")  # fmt: skip
     small, large = (1e6 * predict_layer(PRESETS[f"llama3-{size}b"], Mesh({"tp": 4}), batch=1) for size in (8, 70))
     assert lines[2:] == [
@@ -175,7 +175,7 @@ TIMELINE = [
         {"lane": "communication", "name": "Memcpy PtoP", "start_us": 0.0, "us": 40.0},
         {"lane": "product", "name": "nvjet", "start_us": start, "us": 100.0},
     ]}
-    for variant, start in (("ours, auto (ring)", 5.0), ("nccl", 42.0))
+    for variant, start in (("ours, auto (p2p)", 5.0), ("nccl", 42.0))
 ]  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def test_a_document_with_pictures(tmp_path: Path) -> None:
 
 
 def test_a_document_says_which_files_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without files those of the page are drawn again; of an operation the first file has the picture."""
+    """Without files those of the page are drawn again; the picture of an operation is made from its first file."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     page, images, folder = tmp_path / "results.md", tmp_path / "images", Path("benchmarks/results")
@@ -228,7 +228,7 @@ def test_a_document_says_which_files_it_has(tmp_path: Path, monkeypatch: pytest.
 def test_plot_takes_files_and_options_in_any_order(tmp_path: Path, order: str) -> None:
     page, images = tmp_path / "page.md", tmp_path / "images"
     page.write_text(f"{document.BEGIN}\n{document.END}\n")
-    files = [tmp_path / "b.json", tmp_path / "a.json"]  # in the order given, not that of their names
+    files = [tmp_path / "b.json", tmp_path / "a.json"]  # in the given order, not that of their names
     for file, rows in zip(files, (ROWS[:1], ROWS[3:4]), strict=True):
         file.write_text(json.dumps(content(rows)))
     words = order.format(a=files[0], b=files[1], images=images, page=page).split()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torch_overlap as to
-from torch_overlap.bench.timing import Stopwatch, interleave, order_of, ratio_of, slowest_rank, spread_of
+from torch_overlap._timing import Stopwatch, interleave, order_of, ratio_of, slowest_rank, spread_of
 from torch_overlap.testing import run_ranks
 
 
@@ -73,7 +73,7 @@ def test_a_stopwatch_prepares_then_meets_then_works() -> None:
 
 
 class _Event:
-    """A CUDA event, which the device has reached or not when the host asks."""
+    """A CUDA event that the device either has reached or has not when the host queries it."""
 
     late = True
 

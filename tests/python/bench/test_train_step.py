@@ -27,5 +27,5 @@ def test_two_ranks_without_a_gpu(tmp_path: Path) -> None:
     assert [row["name"] for row in rows] == ["tp=2", "dp=2:tp=1"]
     for row in rows:
         assert row["us"] > 0
-        assert "predicted_us" not in row  # it would be old as soon as the planner learns
+        assert "predicted_us" not in row  # it would be out of date as soon as the planner changes
     assert len(re.findall(r" Mtoken/s  predicted [0-9.]+ ", done.stdout)) == 2

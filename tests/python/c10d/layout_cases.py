@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-SHAPE = (6, 2, 4)  # of one rank's part; dimension 0 divides by the number of ranks
+SHAPE = (6, 2, 4)  # of one rank's part; the number of ranks divides dimension 0
 POISON = -77.0
 
 
@@ -39,13 +39,13 @@ LAYOUTS: list[Callable] = [plain, transposed, permuted, strided, column]
 
 
 def fresh(seed: int, rank: int, *shape: int, device="cpu"):
-    """Integers, whose sums are exact; every rank knows every rank's."""
+    """Returns integers, whose sums are exact; every rank knows those of every rank."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     return torch.randint(-1000, 1000, shape, generator=generator).float().to(device)
 
 
 class Case:
-    """One rank's tensors of one layout; `check` compares what was written and the gaps beside it."""
+    """One rank's tensors of one layout; `check` compares the written elements and the gaps around them."""
 
     def __init__(self, layout: Callable, device):
         self.layout, self.device, self.gaps = layout, device, []
@@ -67,7 +67,7 @@ class Case:
 
 
 def cases(seed: int, rank: int, size: int, make: Callable[[], Case], device) -> Iterator[tuple[str, Callable]]:
-    """(name, run(async_op)) of every operation; `make` gives this rank's case."""
+    """Yields (name, run(async_op)) of every operation; `make` gives this rank's case."""
     mine = [fresh(seed, r, *SHAPE, device=device) for r in range(size)]
     wide = [fresh(seed + 1, r, size * SHAPE[0], *SHAPE[1:], device=device) for r in range(size)]
     parts = [list(w.chunk(size)) for w in wide]
@@ -145,7 +145,7 @@ def cases(seed: int, rank: int, size: int, make: Callable[[], Case], device) -> 
         received = case.room(*SHAPE)
         if how["async_op"]:
             finish([dist.isend(case.of(mine[rank]), right), dist.irecv(received, left)])
-        elif rank % 2 == 0:  # in turns; the last of an odd number meets rank 0 at the end
+        elif rank % 2 == 0:  # in turns; the last rank of an odd number communicates with rank 0 at the end
             dist.send(case.of(mine[rank]), right)
             dist.recv(received, left)
         else:
@@ -171,7 +171,7 @@ def cases(seed: int, rank: int, size: int, make: Callable[[], Case], device) -> 
 
 
 def run_all(rank: int, size: int, seed: int, device="cpu") -> None:
-    """Every operation with every pair of layouts: one on the last rank (the root), another on the rest."""
+    """Runs every operation with every pair of layouts: one on the last rank (the root), another on the rest."""
     for i, at_root in enumerate(LAYOUTS):
         for j, elsewhere in enumerate(LAYOUTS):
             layout = at_root if rank == size - 1 else elsewhere

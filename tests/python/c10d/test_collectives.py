@@ -24,14 +24,14 @@ def init(rank, size, store, backend="torch_overlap", seconds=60, **kwargs):
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds), **kwargs
     )
-    # Fresh numbers in every run, the same on all ranks.
+    # Random numbers that are new in every run and the same on all ranks.
     if rank == 0:
         store.set("seed", str(secrets.randbits(32)))
     GENERATOR.manual_seed(int(store.get("seed")))
 
 
 def inputs_of_all_ranks(size, *shape, dtype=torch.float32):
-    """What every rank brings, known to every rank: all draw the same numbers in the same order."""
+    """Returns the inputs of all ranks, the same on every rank: all draw the same numbers in the same order."""
     if dtype.is_floating_point:
         return [torch.randn(shape, generator=GENERATOR).to(dtype) for _ in range(size)]
     return [torch.randint(0, 100, shape, generator=GENERATOR).to(dtype) for _ in range(size)]
@@ -94,7 +94,7 @@ def collectives(rank, size, store, async_op):
     run_op(async_op, dist.all_gather_into_tensor, output, mine[rank])
     same(output, torch.cat(mine))
 
-    # What rank r has for rank s.
+    # blocks[r] are the inputs of rank r for each rank.
     blocks = [inputs_of_all_ranks(size, 2, 3 + r) for r in range(size)]
     square = [inputs_of_all_ranks(size, 2, 7) for _ in range(size)]
     reduced = sum(square[r][rank].double() * (r + 1) for r in range(size))
@@ -208,7 +208,7 @@ def unusual_tensors(rank, size, store):
     dist.broadcast(x, src=size - 1)
     same(x.detach(), last[size - 1])
 
-    # Inputs that are only read are copied.
+    # Read-only inputs are copied.
     wide = inputs_of_all_ranks(size, 6, 4)
     outputs = [poisoned(4, 6) for _ in range(size)]
     dist.all_gather(outputs, wide[rank].t())
@@ -218,7 +218,7 @@ def unusual_tensors(rank, size, store):
     dist.all_gather_into_tensor(output, wide[rank].t())
     same(output, torch.cat([w.t() for w in wide]))
 
-    # Outputs that share memory: the last rank's data stays, done or not at the return.
+    # Outputs that share memory: the data of the last rank remains, whether the operation is done at the return or not.
     for async_op in (False, True):
         shared = poisoned(6, 4)
         work = dist.all_gather([shared] * size, wide[rank], async_op=async_op)
@@ -226,14 +226,14 @@ def unusual_tensors(rank, size, store):
             work.wait()
         same(shared, wide[size - 1])
 
-    # Sizes that differ by rank.
+    # Sizes differ by rank.
     ragged = [torch.arange(3.0 * (r + 1)) + r for r in range(size)]
     outputs = [poisoned(3 * (r + 1)) for r in range(size)]
     dist.all_gather(outputs, ragged[rank])
     for r in range(size):
         same(outputs[r], ragged[r])
 
-    # Nothing at all.
+    # No elements.
     empty = torch.empty(0)
     dist.all_reduce(empty)
     dist.broadcast(empty, src=0)
@@ -281,7 +281,7 @@ def point_to_point(rank, size, store):
     right, left = (rank + 1) % size, (rank - 1) % size
     mine = inputs_of_all_ranks(size, 9)
 
-    # Both ways at once, without a batch: an isend does not block.
+    # Both directions at once, without a batch: an isend does not block.
     output = poisoned(9)
     works = [dist.isend(mine[rank], right), dist.irecv(output, left)]
     for work in works:
@@ -358,7 +358,7 @@ def coalescing(rank, size, store):
         for output, tensors in zip(scattered, parts, strict=True):
             near(output, sum(t.double() for t in tensors).chunk(size)[rank])
 
-    # With a device: collectives and messages in one block, all there when the one work is.
+    # With a device: collectives and messages are in one block, and all are complete when its work is.
     x, y = many[0][rank].clone(), many[1][rank].clone()
     received = poisoned(3)
     with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as manager:
@@ -384,7 +384,7 @@ def test_coalescing(size):
 
 
 def coalesced_epilogue(rank, size, store):
-    """Outputs that share memory are copied from staging tensors when the one work is waited for."""
+    """Outputs that share memory are copied from staging tensors when the single work is waited for."""
     init(rank, size, store)
     group, cpu = dist.group.WORLD, torch.device("cpu")
     mine = inputs_of_all_ranks(size, 5)
@@ -417,7 +417,7 @@ def failed_coalescing(rank, size, store):
 
     with pytest.raises(RuntimeError, match=r"all_gather: expected tensor_list\[0\] of 6 elements"):
         fail_halfway()
-    # What the manager itself leaves behind when its body raises.
+    # Removes the state that the manager itself leaves when its body raises.
     dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)
 
     received = poisoned(6)
@@ -458,7 +458,7 @@ def works(rank, size, store):
     near(future.wait()[0], expected)
     assert work.result()[0].data_ptr() == x.data_ptr()
     assert work.get_future_result().wait() == 0
-    # The future of an operation that is done is done; the outputs live as long as it does.
+    # The future of a completed operation is complete; the outputs live as long as it does.
     assert work.get_future().done()
 
     works = [dist.all_reduce(mine[rank].clone(), async_op=True) for _ in range(20)]
@@ -466,7 +466,7 @@ def works(rank, size, store):
         assert work.wait(timedelta(seconds=60))
     assert all(work.is_completed() for work in works)
 
-    # Nobody keeps the tensors but the operation.
+    # Only the operation holds the tensors.
     futures = []
     for _ in range(5):
         output = [poisoned(11) for _ in range(size)]
@@ -488,7 +488,7 @@ def test_works_and_futures():
 
 
 def late_rank(rank, size, store):
-    """Rank 1 does not come; rank 0's work says so, and the group can still be destroyed."""
+    """Rank 1 never calls: rank 0's work raises an error that names it, and the group can still be destroyed."""
     options = torch_overlap.BackendOptions(abort_process_on_timeout_or_error=False)
     init(rank, size, store, pg_options=options)
     if rank == 1:
@@ -526,7 +526,7 @@ def bad_arguments(rank, size, store):
         dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND)
     with pytest.raises((RuntimeError, TypeError), match="BackendOptions"):
         dist.new_group(pg_options=dist.ProcessGroupGloo._Options())
-    # Nothing was sent, so the group works on.
+    # Nothing was sent, so the group remains usable.
     x = torch.ones(2)
     dist.all_reduce(x)
     same(x, torch.full((2,), float(size)))

@@ -1,4 +1,4 @@
-"""The backend on GPUs: streams, futures, communicators that are made late, and the groups that split off."""
+"""The backend on GPUs: streams, futures, communicators that are made lazily, and groups that are split off."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def init(rank, size, store, backend="torch_overlap", **kwargs):
 
 
 def busy(device):
-    """Keeps the current stream busy for a while, so that what is not ordered after it comes too early."""
+    """Keeps the current stream busy for a while, so that work that is not ordered after it runs too early."""
     torch.cuda._sleep(200_000_000)
 
 
@@ -73,9 +73,9 @@ def collectives(rank, size, store, eager, async_op):
 
 @pytest.mark.parametrize("eager", [False, True], ids=["lazy", "device_id"])
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("direct", ["auto", "off"])  # kernels of ours, or NCCL's
-def test_collectives(eager, async_op, direct):
-    env = {"TORCH_OVERLAP_DIRECT_COLLECTIVES": direct}
+@pytest.mark.parametrize("mode", ["auto", "off"])  # custom collectives, or NCCL's
+def test_collectives(eager, async_op, mode):
+    env = {"TORCH_OVERLAP_CUSTOM_COLLECTIVES": mode}
     run_ranks(collectives, 2, eager, async_op, comm=False, timeout=120, env=env)
 
 
@@ -84,7 +84,7 @@ def messages(rank, size, store, eager):
     init(rank, size, store, device_id=device if eager else None)
     x = torch.full((9,), float(rank), device=device)
     y = torch.full((9,), float("nan"), device=device)
-    # The first operation of the group, and not everybody takes part.
+    # The first operation of the group, in which not all ranks take part.
     if rank == 0:
         dist.send(x + 5, 1)
     elif rank == 1:
@@ -113,7 +113,7 @@ def ring_first(rank, size, store, eager):
         for work in works:
             work.wait()
         assert (y == left).all()
-    # Tags match, whatever the order; also in a batch.
+    # Tags match in any order, also in a batch.
     pairs = {tag: torch.zeros(5, device=device) for tag in (1, 2)}
     order = [1, 2] if rank == 0 else [2, 1]
     works = [dist.isend(torch.full((5,), 10.0 * rank + tag, device=device), right, tag=tag) for tag in order]
@@ -179,7 +179,7 @@ def works(rank, size, store):
     x.add_(1)
     marker.record()
     dist.barrier()
-    assert marker.query()  # the barrier blocked the host until what came before it was done
+    assert marker.query()  # the barrier blocked the host until all earlier work was done
 
 
 def test_futures_and_host_blocking_barrier():

@@ -15,7 +15,7 @@ from torch_overlap.testing import run_ranks
 
 
 def gathers(mesh, rank):
-    """A DTensor goes around the mesh: sharded on every dimension, then whole again."""
+    """A DTensor is resharded through the mesh: sharded on every dimension, then whole again."""
     whole = torch.arange(8.0 * 8).reshape(8, 8)
     placements = [Shard(d) for d in range(mesh.ndim)]
     tensor = dist.tensor.distribute_tensor(whole, mesh, placements)
@@ -67,8 +67,8 @@ def test_mesh_over_one_communicator():
     run_ranks(mesh_1d, 2)
 
 
-# Names that no other test uses: DTensor remembers how it went about on a mesh that looks the same, and with it the
-# process groups, which here are gone by then.
+# Names that no other test uses: DTensor caches decisions by the properties of a mesh, and with them the process groups,
+# which would have been destroyed by then.
 def mesh_2d(comm):
     rank = comm.get_rank()
     dp = comm.split([rank % 2, rank % 2 + 2], name=f"dp{rank % 2}")

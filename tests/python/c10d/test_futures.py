@@ -1,4 +1,4 @@
-"""What the callback of a future may do: issue operations and wait for them, as hooks of DDP do."""
+"""Callbacks of futures may issue operations and wait for them, as hooks of DDP do."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ COUNT = 1009
 
 
 class Static:
-    """One of each collective on static buffers. Integers below 2^24 are exact in float32, in any order of a sum."""
+    """Runs each collective once on static buffers. Integers below 2^24 are exact in float32, in any order of a sum."""
 
     def __init__(self, rank, size, device, seed, group=None):
         self.rank, self.size, self.seed, self.group = rank, size, seed, group
@@ -124,7 +124,7 @@ def replays(rank, size, store, seed, eager, async_op):
             static.fill(100 + step)
             static.issue(async_op)
             static.check(100 + step)
-    # The graph keeps what it needs: it outlives the group.
+    # The graph keeps what it needs and outlives the group.
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Process groups of the backend "torch_overlap": making, mixing, splitting, timeouts, barriers, ending."""
+"""Process groups of the backend "torch_overlap": creation, mixed backends, splits, timeouts, barriers, destruction."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def split(rank, size, store):
     assert x.item() == (2.0 if rank % 2 == 0 else 4.0)
     backend = half._get_backend(torch.device("cpu"))
     assert backend.options._timeout == timedelta(seconds=47)
-    # Device types of one backend share one object, and the names of the parent's groups are left alone.
+    # Device types of one backend share one object, and the names of the parent's groups do not change.
     assert (
         half._get_backend(torch.device("cuda")).get_comm(torch.device("cpu")).get_name()
         == backend.get_comm(torch.device("cpu")).get_name()
@@ -136,7 +136,7 @@ def stragglers(rank, size, store, absent, wait_all_ranks):
     group = dist.group.WORLD
     group.monitored_barrier(timedelta(seconds=60), wait_all_ranks)
     message = None
-    # Rank 0 decides, and begins last; without it, each rank for itself.
+    # Rank 0 decides, and starts last; without it, each rank decides for itself.
     decides = rank == 0 or 0 in absent
     if rank not in absent:
         if rank == 0:
@@ -146,7 +146,7 @@ def stragglers(rank, size, store, absent, wait_all_ranks):
             group.monitored_barrier(timedelta(seconds=2 if decides else 60), wait_all_ranks)
         message = str(caught.value)
         assert isinstance(caught.value, TimeoutError)
-    # The communicator itself is not hurt, and who comes late hears of it at once.
+    # The communicator itself is not affected, and a rank that is late gets the error at once.
     assert sum_of_ranks() == sum(range(1, size + 1))
     if rank in absent:
         with pytest.raises(RuntimeError):
@@ -183,7 +183,7 @@ def barriers(rank, size, store):
         dist.group.WORLD.monitored_barrier(timedelta(seconds=60))
     dist.barrier()
     assert store.num_keys() == before
-    dist.barrier()  # who is done makes keys of its own
+    dist.barrier()  # the first ranks to finish make keys of their own
 
 
 def test_monitored_barriers_leave_no_keys_in_the_store():

@@ -1,4 +1,4 @@
-"""torch.distributed exchanges elements in their logical order, whatever the strides of each rank's tensor."""
+"""torch.distributed exchanges elements in their logical order, for any strides of each rank's tensor."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def other_views(rank, size, store):
     with pytest.raises(RuntimeError, match=r"all_reduce: expected .* share no memory, got .* call .clone"):
         dist.all_reduce(row)
     torch.testing.assert_close(row, before)
-    # What autograd saved is known to have changed, as with a contiguous tensor.
+    # Autograd detects that a saved tensor has changed, as with a contiguous tensor.
     saved = torch.ones(3, 2).t().requires_grad_()
     z = saved * 1
     loss = (z * z).sum()
@@ -85,7 +85,7 @@ def test_expanded_tensors_and_autograd():
 
 def shared_outputs(rank, size, store):
     init(rank, size, store)
-    # A list that names a tensor twice is reduced once.
+    # A list that contains a tensor twice reduces it once.
     t = torch.tensor([1.0 + rank])
     dist.all_reduce_coalesced([t, t])
     assert t.item() == sum(1.0 + r for r in range(size))
@@ -93,7 +93,8 @@ def shared_outputs(rank, size, store):
     dist.all_reduce_coalesced([whole[:4], whole[2:]])
     torch.testing.assert_close(whole, sum(torch.arange(6.0) + r for r in range(size)))
 
-    # An input that outputs overlap, other than in place: on one rank it is in place, and no rank may be left alone.
+    # An input that overlaps outputs other than in place. On one rank it is in place, and no rank may fail while others
+    # go on.
     same = torch.full((3, 3), rank + 1.0)
     dist.all_gather([same] * size, same)
     assert (same == size).all()
@@ -109,7 +110,7 @@ def shared_outputs(rank, size, store):
     dist.reduce_scatter(row[0], [row[1], row[0]])  # rank 0 gets the sum of row 1, rank 1 that of row 0
     torch.testing.assert_close(row[0], sum(torch.arange(4.0).reshape(2, 2)[1 - rank] + 10 * r for r in range(size)))
 
-    # A batch that receives twice into one buffer, as pipelining's set-up does, and into what it sends.
+    # A batch that receives twice into one buffer, as the set-up of pipelining does, and into the tensor that it sends.
     buffer, peer = torch.zeros(2), 1 - rank
     ops = [dist.P2POp(dist.isend, torch.full((2,), 10.0 * rank + i), peer) for i in range(2)]
     ops += [dist.P2POp(dist.irecv, buffer, peer) for _ in range(2)]
@@ -198,12 +199,13 @@ def pipeline(rank, size, store):
 
 
 def test_a_pipeline_with_a_middle_stage_trains_as_one_process_does():
-    """Activations and gradients are transposed views: one stage's memory has another order than the next one's."""
+    """Activations and gradients are transposed views: the memory of one stage has another order than that of the
+    next."""
     run_ranks(pipeline, 3, comm=False, timeout=120)
 
 
 def communicator_refuses(comm):
-    """TorchComm's own calls take contiguous tensors only, lists, batches and windows included."""
+    """TorchComm's own calls accept contiguous tensors only, including lists, batches and windows."""
     size, rank = comm.get_size(), comm.get_rank()
     good, bad = torch.zeros(2, 3), torch.zeros(3, 2).t()
     peer = (rank + 1) % size

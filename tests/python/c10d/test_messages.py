@@ -28,7 +28,7 @@ def value(src, dst, tag, number):
 
 def tags(rank, size, store, seed):
     init(rank, size, store)
-    # Every rank sends `count` messages of each tag to each other rank, and issues all halves in an order of its own.
+    # Every rank sends `count` messages of each tag to each other rank, and issues all of them in an order of its own.
     count, tag_numbers = 3, [0, 1, 2, 2**31 - 1]
     rng = random.Random(seed + rank)
     halves = [(kind, peer, tag) for kind in ("send", "recv") for peer in range(size) if peer != rank
@@ -72,7 +72,7 @@ def tags(rank, size, store, seed):
             work.wait()
         for tag, buffer in buffers.items():
             torch.testing.assert_close(buffer, value(peer, rank, tag, 1))
-    # Sizes and tags do not mix: 8 bytes under tag 0 beside 4 bytes under tag 4, and the like.
+    # Sizes and tags do not mix: 8 bytes under tag 0 together with 4 bytes under tag 4, and similar pairs.
     for i, tag in enumerate((4, 12, 28, 252)):
         small, large = torch.full((1 + i,), 1.0 + rank), torch.full((2 + i + tag // 4,), 5.0 + rank)
         if rank == 0:
@@ -108,7 +108,7 @@ def any_source(rank, size, store):
             torch.testing.assert_close(buffer, value(source, 0, 0, 0))
             seen.add(source)
         assert seen == set(range(1, size))
-        # One tag does not take another's, and a receive from one rank not another's.
+        # A tag does not match another one, and a receive from one rank does not match a message of another.
         buffer = torch.empty(3)
         assert dist.recv(buffer, tag=4) == size - 1
         torch.testing.assert_close(buffer, value(size - 1, 0, 4, 0))
@@ -139,7 +139,7 @@ def test_recv_from_any_rank(size):
 
 
 def ring_first(rank, size, store):
-    """The first operations of a group: every rank sends before any receives, more than a socket buffers."""
+    """In the first operations of a group, every rank sends before any receives, more than a socket buffers."""
     init(rank, size, store)
     x, y = torch.full((300_000,), float(rank)), torch.empty(300_000)
     works = [dist.isend(x, (rank + 1) % size), dist.irecv(y, (rank - 1) % size)]
@@ -171,7 +171,7 @@ def test_a_communicators_batch_refuses_to_receive_twice_into_one_buffer(backend)
 
 
 def mismatched(rank, size, store):
-    """A peer that is there, with other sizes or in another operation, is not called absent."""
+    """A peer that is present, with other sizes or in another operation, is not reported as absent."""
     init(rank, size, store)
     groups = [dist.new_group(timeout=timedelta(seconds=6)) for _ in range(3)]
     calls = [

@@ -88,7 +88,7 @@ RECIPES = {"ddp": ddp, "ddp_bf16_hook": ddp_bf16_hook, "fsdp": fsdp, "tensor_par
 
 
 def weights(rank, size, store, recipe, device, stock):
-    """The weights that each backend trains, one after the other in the same processes."""
+    """Returns the weights that each backend trains, one after the other in the same processes."""
     if device == "cuda":
         torch.cuda.set_device(gpu_of(rank))
     trained = {}
@@ -111,7 +111,7 @@ def compare(recipe, device, stock):
             if "hook" in recipe:
                 torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
             else:
-                # Two ranks: a sum of two has one order, so even the bits agree.
+                # Two ranks: a sum of two terms has one order, so even the bits agree.
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 

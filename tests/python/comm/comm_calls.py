@@ -8,11 +8,12 @@ import torch
 
 from torch_overlap import ReduceOp, TorchComm
 
-LARGE = 1 << 16  # elements: more than a transport takes before the peer asks for them
+LARGE = 1 << 16  # elements: more than a transport sends before the peer asks for them
 
 
 def arguments(comm: TorchComm) -> dict[str, tuple[Any, ...]]:
-    """Of every operation in two ranks, before async_op: roots and peers so that rank 0 waits for rank 1."""
+    """Returns the arguments before async_op of every operation in two ranks. Roots and peers are such that rank 0
+    waits for rank 1."""
     x, peer = torch.ones(LARGE, device=comm.get_device()), 1 - comm.get_rank()
     rows, flat = [x.clone() for _ in range(2)], x.repeat(2)
     p2p = [("send", (x, peer)), ("recv", (x.clone(), peer))]

@@ -1,4 +1,4 @@
-"""The backends and sizes of the contract. Modules of this folder that are no tests can be imported, also on ranks."""
+"""The backends and sizes of the contract. Helper modules of this folder can be imported, also on ranks."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,14 +14,14 @@ MOVE_DATA = ("gloo", "local", "nccl")
 
 
 def contract(backends: Iterable[str], sizes: Sequence[int]) -> list[Any]:
-    """Every backend in every size."""
+    """Returns the parameters for every backend in every size."""
     pairs = [(backend, size) for backend in backends for size in sizes]
     return [pytest.param(*pair, marks=[pytest.mark.gpu(pair[1])] if pair[0] == "nccl" else []) for pair in pairs]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`backend, size`: every backend that moves data, in every size. `any_backend`: all four, in two ranks, or with
-    `any_size` in every size. The mark `sizes` leaves some."""
+    """Parametrizes `backend, size` with every backend that moves data, in every size, and `any_backend` with all
+    four, in two ranks, or with `any_size` in every size. The mark `sizes` selects some of them."""
     mark = metafunc.definition.get_closest_marker("sizes")
     sizes = mark.args if mark else SIZES
     if {"backend", "size"} <= set(metafunc.fixturenames):

@@ -1,4 +1,4 @@
-"""What a finalized communicator refuses, and what it still does."""
+"""Calls that a finalized communicator refuses, and calls that it still supports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFUSED: dict[str, Callable[[TorchComm], object]] = {
     "tensor_deregister": lambda comm: comm.tensor_deregister(X),
     "batch_op_create": lambda comm: comm.batch_op_create(),
     "set_timeout": lambda comm: comm.set_timeout(timedelta(seconds=9)),
-    "set_hints": lambda comm: comm.set_hints({"direct_collectives": "off"}),
+    "set_hints": lambda comm: comm.set_hints({"custom_collectives": "off"}),
     "register_pre_hook": lambda comm: comm.register_pre_hook(lambda *_: None),
     "register_post_hook": lambda comm: comm.register_post_hook(lambda *_: None),
     "register_abort_hook": lambda comm: comm.register_abort_hook(lambda: None),
@@ -74,7 +74,7 @@ def test_what_would_have_no_effect_is_refused(backend: str) -> None:
 
 def run_aborted(comm: TorchComm) -> None:
     comm.abort()
-    comm.set_timeout(timedelta(seconds=9))  # for reconfigure, which may follow
+    comm.set_timeout(timedelta(seconds=9))  # used by reconfigure, which may follow
     comm.set_hints({})
     comm.register_abort_hook(lambda: None)
     assert comm.get_options().timeout == timedelta(seconds=9)

@@ -1,4 +1,5 @@
-"""The names of torchcomms, its API page's and the code's beyond it: here, or docs/communicator.md says why not."""
+"""The names of torchcomms, on its API page and in its code: each one exists here, or docs/communicator.md has the
+reason."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def all_names() -> list[str]:
 
 
 def not_here() -> set[str]:
-    """The names of the page's table, without the brackets of a call."""
+    """Returns the names of the page's table, without the parentheses of a call."""
     section = PAGE.read_text().split("## Not here, and why")[1]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`([\w.]+)(?:\(\))?`", row)}

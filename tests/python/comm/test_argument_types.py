@@ -1,4 +1,4 @@
-"""Every public method says which argument it wanted and what came, in an error that is ours and a TypeError."""
+"""Every public method names the expected and the actual argument in an error that is both ours and a TypeError."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X, FLAT = torch.ones(2), torch.ones(6)
 LIST = [X, X, X]
 SUM = ReduceOp.SUM
 
-# Arguments that each method takes, on a communicator of three ranks. What has none is called with one too many.
+# Valid arguments of each method, on a communicator of three ranks. Methods without arguments get one too many.
 METHODS: dict[type, dict[str, tuple[Any, ...]]] = {
     TorchComm: {
         "send": (X, 0, False), "recv": (X, 0, False), "broadcast": (X, 0, False), "all_reduce": (X, SUM, False),

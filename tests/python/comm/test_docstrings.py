@@ -1,4 +1,4 @@
-"""Every public class, function, method and property says what it is."""
+"""Every public class, function, method and property has a docstring."""
 
 import importlib
 import inspect
@@ -22,12 +22,12 @@ def modules() -> list[str]:
 
 
 def public_modules() -> list[str]:
-    """Those with public names; of bench the command is public."""
+    """Returns the modules with public names; the command is the public part of bench."""
     return [name for name in modules() if getattr(importlib.import_module(name), "__all__", ())]
 
 
 def text_of(what: Any) -> str:
-    """Its own docstring, without the signatures that pybind11 and dataclasses write."""
+    """Returns the object's own docstring, without the signatures that pybind11 and dataclasses write."""
     text = str(getattr(what, "__doc__", None) or "")
     name = re.escape(getattr(what, "__name__", "")) or r"\w+"
     signature = rf"(\d+\. )?{name}\(.*\)( -> .*)?|Overloaded function\."
@@ -35,7 +35,7 @@ def text_of(what: Any) -> str:
 
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties that it has from this package."""
+    """Yields the public methods and properties that the class has from this package."""
     for base in kind.__mro__:
         if not base.__module__.startswith("torch_overlap"):
             continue

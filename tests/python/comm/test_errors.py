@@ -1,4 +1,4 @@
-"""The classes of errors, from methods and from operators."""
+"""The classes of errors raised by methods and by operators."""
 
 import builtins
 

@@ -1,4 +1,4 @@
-"""`fake`: every operation gives what it would if all ranks passed what this one does."""
+"""`fake`: every operation gives the result for ranks that all pass the arguments of this one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The gloo backend: what goes wrong on real processes, and where it listens."""
+"""The gloo backend: failures of real processes, and the address on which it listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gloo backend with CUDA tensors, which go through the host: values, and the order with what runs on streams."""
+"""The gloo backend with CUDA tensors, which are staged on the host: values, and the order relative to streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = (129, 3)
 
 
 def _busy() -> None:
-    """Keeps the current stream busy: what does not wait for it comes too early."""
+    """Keeps the current stream busy, so that work that does not wait for it runs too early."""
     torch.cuda._sleep(100_000_000)
 
 
@@ -122,7 +122,7 @@ def test_a_factor_on_the_device(seed: int) -> None:
 
 
 def _old_contents(comm: Any, seed: int) -> None:
-    """What the stream still reads of an output is read before the result comes."""
+    """Reads of an output's old contents on the stream complete before the result overwrites them."""
     late = Late(comm, seed, torch.float32)
     for root in range(late.size):
         out = late.of(late.rank, 1).to(late.device)
@@ -149,7 +149,7 @@ def test_outputs_that_are_still_read(seed: int) -> None:
 
 
 def _any_stream(comm: Any, seed: int) -> None:
-    """A result is there when wait() returns: every stream sees it, without an event."""
+    """A result is complete when wait() returns: every stream sees it, without an event."""
     late = Late(comm, seed, torch.float32)
     own, other = torch.cuda.Stream(), torch.cuda.Stream()
     for turn in range(10):

@@ -1,4 +1,4 @@
-"""Hooks: when they run, in which order, with what."""
+"""Hooks: when they run, their order, and their arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_overlap.testing import run_ranks
 
 
 def exercise(comm: TorchComm) -> None:
-    """Every operation once, in the order of OpName (without split, windows and finalize)."""
+    """Runs every operation once, in the order of OpName (without split, windows and finalize)."""
     size, rank, device = comm.get_size(), comm.get_rank(), comm.get_device()
     x = torch.ones(2, device=device)
     rows, flat = [x.clone() for _ in range(size)], x.repeat(size)
@@ -47,7 +47,7 @@ def exercise(comm: TorchComm) -> None:
     batch.issue(True).wait()
 
 
-# Upstream's, and the reduction, which it does not show.
+# Fields of upstream, and the reduction, which upstream does not have.
 IN_PLACE, OUT_OF_PLACE = {"tensor", "async_op"}, {"output", "input", "async_op"}
 FIELDS: dict[str, set[str]] = {
     "send": IN_PLACE | {"peer"}, "recv": IN_PLACE | {"peer"}, "broadcast": IN_PLACE | {"root"},
@@ -76,7 +76,7 @@ def run_arguments(comm: TorchComm) -> None:
     window.wait_signal(comm.get_rank(), False)
     window.tensor_deregister()
 
-    # Without NCCL a norm comes behind an all_reduce like any other.
+    # Without NCCL a norm runs after an all_reduce like any other.
     expected = [name for name in OpName if name not in (OpName.finalize, OpName.all_reduce_rms_norm)]
     names = [name for name, _, _ in seen]
     if comm.get_rank() == 1:
@@ -147,11 +147,11 @@ def test_hooks_run_in_order_and_may_be_removed_inside_a_call(kind: str) -> None:
         next_handle = register(lambda *_: calls.append("next"))
         register(lambda *_: calls.append("last"))
         comm.barrier(False)
-        assert calls == ["first", "once", "remover", "next", "last"]  # a call runs what was there when it began
+        assert calls == ["first", "once", "remover", "next", "last"]  # a call runs the hooks of its start
         calls.clear()
         comm.barrier(False)
         assert calls == ["first", "remover", "last"]
-        once_handle.remove()  # a second time does nothing
+        once_handle.remove()  # no-op the second time
         comm.barrier(False)
         assert calls == ["first", "remover", "last"] * 2
 

@@ -1,4 +1,4 @@
-"""`import torch_overlap` reads no launcher's variables, changes nothing of torch's, and loads what a program needs."""
+"""`import torch_overlap` reads no launcher's variables, changes no state of torch, and loads what a program needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import torch_overlap as to
 
-# Variables of launchers, each alone or nonsense; and others that only some calls read.
+# Variables of launchers, each by itself or invalid; and others that only some calls read.
 ODD = {
     "WORLD_SIZE": "2",
     "PMI_RANK": "nobody",

@@ -1,4 +1,4 @@
-"""Signals, such as Ctrl-C, while a call blocks: each in a process whose ranks' peer never comes."""
+"""Signals, such as Ctrl-C, while a call blocks: each in a process whose ranks' peer never calls."""
 
 import subprocess
 import sys
@@ -183,7 +183,7 @@ def test_ctrl_c_in_check_mismatch_aborts(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "local"])
 def test_ctrl_c_in_a_rendezvous_of_windows(backend: str) -> None:
-    """The ranks are out of step, as after its timeout."""
+    """The ranks are out of step, as after a timeout."""
     run(f"""
         comm, _, end_of_peer = {backend}()
         x = to.symmetric_empty(4, torch.float32, comm)
@@ -196,7 +196,7 @@ def test_ctrl_c_in_a_rendezvous_of_windows(backend: str) -> None:
 
 
 def test_ctrl_c_in_tensor_deregister_leaves_the_tensor() -> None:
-    """The other rank, which waits for this one there, is told; nobody interrupted it."""
+    """The other rank, which waits for this one, is notified; it was not interrupted itself."""
     run("""
         from concurrent.futures import ThreadPoolExecutor
         comm, peer, end_of_peer = local()
@@ -226,7 +226,7 @@ def test_ctrl_c_in_tensor_deregister_leaves_the_tensor() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_who_left_a_monitored_barrier_by_ctrl_c_has_not_come(rank: int) -> None:
-    """Rank 0 decides for all, who hear of it at once; it waits for the others itself."""
+    """Rank 0 decides for all, which are notified at once; it waits for the others itself."""
     run(f"""
         import torch.distributed as dist
         path = tempfile.mkdtemp() + "/store"

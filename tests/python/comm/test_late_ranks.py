@@ -1,4 +1,4 @@
-"""A rank that comes too late: who waited gives up, and all may meet at the next try, or are told that they cannot."""
+"""A rank that is late: the others give up, and all may meet at the next attempt, or get an error that they cannot."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run_end_of_a_set_up(comm: to.TorchComm, what: str, how: str) -> None:
         begin = time.monotonic()
         if how == "abort":
             threading.Timer(0.5, child.abort).start()
-        else:  # of an operation that is under way
+        else:  # if an operation is under way
             pending = child.recv(torch.zeros(1), 1, async_op=True, timeout=timedelta(seconds=0.5))
         why = (
             "was aborted"
@@ -119,7 +119,7 @@ def run_set_up_without_a_rank(comm: to.TorchComm, what: str) -> None:
         with pytest.raises(to.StateError, match=r"split: expected a live communicator, .* which was aborted"):
             child.split([0, 1])
     comm.barrier(False)
-    if comm.get_rank() == 1:  # neither does it wait for ranks that have given up
+    if comm.get_rank() == 1:  # nor does it wait for ranks that have given up
         child.set_timeout(timedelta(seconds=1))
         with pytest.raises(to.Error):
             SET_UPS[what](child)
@@ -139,7 +139,7 @@ def test_a_set_up_that_a_rank_misses_breaks_the_communicator(what: str, backend:
 
 
 def matmul(comm: to.TorchComm) -> object:
-    return to.ops.all_gather_matmul(torch.ones(2, 4), [torch.ones(3, 4)], comm, algorithm="ring")
+    return to.ops.all_gather_matmul(torch.ones(2, 4), [torch.ones(3, 4)], comm, algorithm="p2p")
 
 
 WAITS = {
@@ -190,7 +190,7 @@ def test_a_rank_that_left_ends_what_waits_for_it(what: str, how: str, is_late: b
 
 
 def run_two_clocks(comm: to.TorchComm) -> None:
-    """Rank 2 is missing. Rank 1's clock ends first, but it is not what rank 0 waits for."""
+    """Rank 2 is missing. Rank 1's timeout ends first, but rank 0 does not wait for rank 1."""
     comm.barrier(False)
     comm.set_timeout(timedelta(seconds=2))
     if comm.get_rank() == 2:
@@ -208,14 +208,14 @@ def test_a_rank_that_gave_up_is_not_the_one_that_is_missing() -> None:
 
 
 def run_last_words(comm: to.TorchComm) -> None:
-    """What a rank did before it left counts."""
+    """A signal that a rank sends before it leaves is received."""
     child = comm.split([0, 1])
     assert child is not None
     window = child.new_window(to.symmetric_empty(4, torch.float32, comm))
     if comm.get_rank() == 1:
         with pytest.raises(to.InvalidValueError, match="timeout >= 0"):
             child.split([0, 1], timeout=timedelta(seconds=-1))
-        time.sleep(0.2)  # rank 0 waits, and looks now and then who has left
+        time.sleep(0.2)  # rank 0 waits, and polls for ranks that have left
         window.signal(0, False)
         child.abort()
     else:

@@ -51,7 +51,7 @@ def run_after_finalize(comm: TorchComm) -> None:
         comm.split([0])
     with pytest.raises(StateError, match="already finalized"):
         comm.finalize()
-    if comm.get_backend() != "local":  # there the name is the other ranks' too
+    if comm.get_backend() != "local":  # there the name belongs to the other ranks too
         assert name not in to.comm_names()
     with pytest.raises(StateError, match=f"get_comm: expected a live communicator, got '{name}', .*finalized"):
         to.get_comm(name)
@@ -84,7 +84,7 @@ def run_after_abort(comm: TorchComm) -> None:
     with pytest.raises(StateError, match=r"barrier: expected a live communicator, .*aborted"):
         comm.barrier(False)
     comm.abort()
-    comm.finalize()  # lets go of what is left
+    comm.finalize()  # releases the rest
 
 
 def test_after_abort_everything_is_refused(any_backend: str, any_size: int, device: str) -> None:
@@ -113,7 +113,7 @@ def run_finalize_runs_out(comm: TorchComm) -> None:
         begin = time.monotonic()
         with pytest.raises(to.Error, match=f"finalize of '{name}': operations did not end in 1000 ms"):
             comm.finalize()
-        assert 1 <= time.monotonic() - begin < 1 + 5  # what the library promises on two loaded cores
+        assert 1 <= time.monotonic() - begin < 1 + 5  # the library's guarantee on two loaded cores
         assert comm.is_finalized()
         with pytest.raises(to.Error):
             work.wait_blocking()
@@ -237,7 +237,7 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
 def run_missing_rank(rank: int, size: int, store: object) -> None:
     from datetime import timedelta
 
-    if rank == 0:  # with time to reach the store where a lookup of names takes 5 s
+    if rank == 0:  # long enough for a slow lookup of the store's name
         with pytest.raises(OperationTimeoutError, match=r"expected 2 ranks within 12000 ms, got none of ranks \[1\]"):
             to.new_comm("gloo", "cpu", "lonely", store=store, rank=0, size=2, timeout=timedelta(seconds=12))  # type: ignore[arg-type]
 
@@ -313,7 +313,7 @@ def test_a_device_that_the_backend_lacks_is_refused() -> None:
 def test_the_destructor_warns_and_aborts(capfd: pytest.CaptureFixture[str]) -> None:
     comm = fake("forgotten")
     del comm
-    # Any thread may be the last to hold one, so the warning goes to stderr.
+    # Any thread may be the last holder, so the warning goes to stderr.
     assert "'forgotten' is destroyed without finalize" in capfd.readouterr().err
     assert "forgotten" not in to.comm_names()
 
@@ -336,7 +336,7 @@ def test_the_interpreter_ends_although_a_communicator_lives() -> None:
     assert "got live communicators ['left']" in done.stderr
 
 
-# leave(comm): an operation that goes on while the interpreter ends, which takes its time.
+# leave(comm) starts an operation that still runs while the interpreter ends; it takes some time.
 LEAVE = """
 import os, sys, time, torch, torch_overlap as to
 
@@ -352,7 +352,8 @@ def leave(comm):
 
 
 def test_no_operation_outlives_the_interpreter() -> None:
-    """One that ends while the interpreter does would drop its tensors without Python's lock to be had."""
+    """An operation that ends together with the interpreter would drop its tensors when Python's lock cannot be
+    acquired."""
     done = run_python(
         LEAVE,
         """
@@ -384,7 +385,7 @@ def test_no_operation_of_a_fork_outlives_its_interpreter() -> None:
 
 
 def test_an_operation_that_outlasts_the_interpreter_leaves_its_tensors() -> None:
-    """Its thread is held up until the interpreter ends, and is about to drop a tensor that Python has seen."""
+    """Its thread is delayed until the interpreter ends, and is about to drop a tensor that Python has seen."""
     done = run_python("""
         import atexit, ctypes, os, signal, time
         libc = ctypes.CDLL(None)

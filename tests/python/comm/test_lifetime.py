@@ -1,4 +1,4 @@
-"""A pending operation holds its tensors, whatever the caller drops, and lets go of them when it has ended."""
+"""A pending operation holds its tensors, even if the caller drops them, and releases them when it has ended."""
 
 import time
 import weakref
@@ -12,7 +12,7 @@ from torch_overlap.testing import run_ranks
 
 
 def used(comm: TorchComm, name: str, args: tuple[object, ...]) -> list[torch.Tensor]:
-    """The tensors that the operation of this rank reads or writes."""
+    """Returns the tensors that the operation of this rank reads or writes."""
     tensors: list[torch.Tensor] = []
     for position, arg in enumerate(args):
         if isinstance(arg, torch.Tensor):
@@ -30,7 +30,7 @@ def alive(refs: Refs) -> list[bool]:
 
 
 def assert_let_go(refs: Refs, what: str) -> None:
-    """The thread that ran the operation may hold them for a moment more."""
+    """Waits, because the thread that ran the operation may hold the tensors for a moment longer."""
     deadline = time.monotonic() + 30
     while any(alive(refs)):
         assert time.monotonic() < deadline, what
@@ -63,7 +63,7 @@ def test_tensors_live_until_the_operation_has_ended(which: str) -> None:
 
 
 def run_all_dropped(comm: TorchComm) -> None:
-    """The factor and the work too: nobody waits, and the result is there."""
+    """The factor and the work are dropped too: nothing waits, and the result is still written."""
     meeting = comm.split([0, 1])
     assert meeting is not None
     x = torch.full((1000,), 2.0)

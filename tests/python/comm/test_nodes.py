@@ -1,4 +1,4 @@
-"""Two nodes, which are one machine here: the rank of a process on its node is not its rank."""
+"""Two nodes, which are one machine here: the rank of a process on its node differs from its rank."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ with comm.split(mine, "node") as inside, comm.split(across, "across") as between
             window.tensor_deregister()
             xs = [torch.randn(2, 8, generator=torch.Generator().manual_seed(r)) for r in members]
             weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(99))
-            (y,), _ = to.ops.all_gather_matmul(xs[group.get_rank()], [weight], group, algorithm="ring")
+            (y,), _ = to.ops.all_gather_matmul(xs[group.get_rank()], [weight], group, algorithm="p2p")
             want = F.linear(torch.cat(xs).double(), weight.double())
             torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
 comm.finalize()
@@ -78,7 +78,8 @@ os.write(1, f"rank {rank} is {local} of node {node}\\n".encode())  # at once: ra
 
 
 def run_nodes(launcher: Launcher, path: Path, of_node: int, kind: str) -> None:
-    """torchrun on each of two nodes; on GPUs each node sees GPUs of its own. They meet at a store of this process."""
+    """Runs torchrun on each of two nodes; on GPUs each node has GPUs of its own. They meet at a store of this
+    process."""
     script = path / "nodes.py"
     script.write_text(SCRIPT)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -99,7 +100,8 @@ def run_nodes(launcher: Launcher, path: Path, of_node: int, kind: str) -> None:
 
 
 def wait_until_over(agents: list[subprocess.Popen[str]], seconds: float) -> None:
-    """Until all have ended, or one has failed, or it is late: then those that still run have no exit status."""
+    """Waits until all have ended, one has failed, or the time is over: then processes that still run have no exit
+    status."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         codes = [agent.poll() for agent in agents]

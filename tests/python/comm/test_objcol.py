@@ -10,7 +10,7 @@ from torch_overlap.testing import run_ranks
 
 
 class Custom:
-    """Something that weights_only refuses."""
+    """A class that weights_only refuses."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -23,7 +23,7 @@ class Custom:
 
 
 def obj(rank: int, seed: int) -> dict[str, object]:
-    """Of a size that differs by rank."""
+    """Returns an object whose size differs by rank."""
     generator = torch.Generator().manual_seed(seed + rank)
     return {
         "rank": rank,

@@ -1,4 +1,4 @@
-"""Options have effects: timeouts fire, hints are read, precedence holds. What is stored is not enough."""
+"""Options have effects: timeouts fire, hints are read, precedence holds. It is not enough that they are stored."""
 
 import copy
 import functools
@@ -22,13 +22,13 @@ from torch_overlap.testing import run_ranks
 
 BLOCKING = ["gloo", "local"]
 SHORT = timedelta(milliseconds=300)
-# Generous: what is asked is which of two far apart limits fired. Without SHORT it is the communicator's, of 100 s.
+# Generous: the test checks which of two very different limits fired. Without SHORT it is the communicator's, of 100 s.
 LONG_SECONDS = 40
 PATIENT_RANKS = 200
 
 
 def alone(comm: TorchComm, **split: object) -> TorchComm:
-    """A communicator of all ranks that only rank 0 is going to use."""
+    """Returns a communicator of all ranks that only rank 0 uses."""
     child = comm.split(list(range(comm.get_size())), **split)  # type: ignore[arg-type]
     assert child is not None
     return child
@@ -79,7 +79,7 @@ def test_the_timeout_of_an_operation_fires(which: str, how: str) -> None:
 
 
 def run_communicator_timeout(comm: TorchComm) -> None:
-    child = alone(comm, timeout=timedelta(seconds=4))  # in which it is also made
+    child = alone(comm, timeout=timedelta(seconds=4))  # its creation has this timeout too
     expect_timeout(comm, child, lambda c: c.barrier(False).wait())
 
 
@@ -216,7 +216,7 @@ def test_the_options_of_an_operation_are_copied_and_pickled(name: str, seed: int
 
 
 def operations(comm: TorchComm) -> dict[str, Callable[..., to.TorchWork]]:
-    """Every operation, with all but async_op and its options."""
+    """Returns every operation, with all arguments but async_op and its options."""
     x, peer = torch.ones(LARGE, device=comm.get_device()), 1 - comm.get_rank()
 
     def batch(async_op: bool, **given: Any) -> to.TorchWork:
@@ -267,7 +267,7 @@ def test_every_operation_takes_its_own_options(any_backend: str, device: str) ->
 
 
 def run_unknown_hints(comm: TorchComm, name: str) -> None:
-    """A name is warned of once in a process, whichever communicator gets it."""
+    """A process warns once about a name, whichever communicator gets it."""
 
     def reconfigure(hints: dict[str, str]) -> None:
         comm.reconfigure(1, [comm.get_init_handle()], hints=hints)
@@ -293,10 +293,10 @@ def run_unknown_hints(comm: TorchComm, name: str) -> None:
         where = "barrier" if way == "operation" else comm.get_backend()
         message = str(caught[0].message)
         assert f"{where}: unknown hints are ignored: [{', '.join(hints)}]; known ones are [" in message
-        known = {"operation": ["is_high_priority_stream", "direct_collectives"]}
+        known = {"operation": ["is_high_priority_stream", "custom_collectives"]}
         own = {"gloo": ["hostname", "interface"], "local": ["local::delay"], "nccl": ["maxCTAs", "graph_timeouts"],
                "fake": []}[comm.get_backend()]  # fmt: skip
-        for hint in known.get(way, [*own, "is_high_priority_stream", "check_mismatch", "direct_collectives"]):
+        for hint in known.get(way, [*own, "is_high_priority_stream", "check_mismatch", "custom_collectives"]):
             assert hint in message, (way, hint)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -329,7 +329,7 @@ def run_unreadable_hints(rank: int, size: int, store: Store, backend: str, devic
         with pytest.raises(InvalidValueError):
             call(hints)
         assert not hints.keys() & dict(comm.get_options().hints).keys()
-        comm.barrier(False).wait()  # as it was
+        comm.barrier(False).wait()  # unchanged
     comm.finalize()
 
 

@@ -50,7 +50,8 @@ def test_all_names_are_there_and_sorted() -> None:
 
 
 def stub_names() -> dict[str, set[str]]:
-    """Top-level names of _C.pyi, each with its members (of a class: its own and its bases' in the file)."""
+    """Returns the top-level names of _C.pyi, each with its members (for a class: its own and those of its bases in
+    the file)."""
     tree = ast.parse((PACKAGE / "_C.pyi").read_text())
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     names: dict[str, set[str]] = {}
@@ -75,7 +76,7 @@ def stub_names() -> dict[str, set[str]]:
 
 
 ONLY_TYPES = {"_Env", "_OpOptions"}
-# What pybind11, enum and object give every class.
+# Members that pybind11, enum and object give every class.
 GIVEN = set(dir(object)) | {"__module__", "__getstate__", "__setstate__", "__eq__", "__ne__", "__hash__", "__repr__"}
 GIVEN |= {"__dict__"}
 # Attributes that torch_overlap.mesh.connect gives each object.
@@ -103,7 +104,7 @@ Signature = list[tuple[str, str, bool]]
 
 
 def stub_signatures(kind: str) -> dict[str, Signature]:
-    """The arguments of the public methods of a class in _C.pyi: name, type, and whether it has a default."""
+    """Returns the arguments of the public methods of a class in _C.pyi: name, type, and True if it has a default."""
     tree = ast.parse((PACKAGE / "_C.pyi").read_text())
     node = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
     found: dict[str, Signature] = {}
@@ -122,7 +123,7 @@ def test_the_stub_has_the_signatures_of_the_methods() -> None:
         for name, expected in stub_signatures(kind.__name__).items():
             parameters = list(inspect.signature(getattr(kind, name)).parameters.values())[1:]
             found = [(p.name, str(p.annotation), p.default is not p.empty) for p in parameters]
-            if not name.endswith("_hook"):  # the stub says what the callback is given
+            if not name.endswith("_hook"):  # the stub has the arguments of the callback
                 assert found == expected, f"{kind.__name__}.{name}"
 
 

@@ -17,7 +17,7 @@ from torch_overlap.testing import run_ranks
 
 
 class Recorder(TorchCommBackend):
-    """Writes down what it is asked; the last object made is in `made`."""
+    """Records its calls; the last object made is in `made`."""
 
     made: list[Recorder] = []  # noqa: RUF012
 
@@ -129,7 +129,7 @@ def test_a_returned_work_is_waited_for(recorder: tuple[TorchComm, Recorder]) -> 
 
 
 class Given(TorchCommBackend):
-    """Returns the work that the test gives it."""
+    """A backend that returns the work that the test gives it."""
 
     work: Any = None
 
@@ -145,7 +145,7 @@ class Given(TorchCommBackend):
 
 @pytest.fixture
 def issue() -> Any:
-    """issue(work) is the TorchWork of an operation for which the backend returned `work`."""
+    """Returns the TorchWork of an operation for which the backend returned `work`."""
     to.register_backend("given", Given)
     comm = to.new_comm("given", "cpu", "given", rank=0, size=1, store=torch.distributed.HashStore())
 
@@ -186,7 +186,7 @@ def test_a_failed_work_raises_at_every_wait(issue: Any) -> None:
 
 
 class Polled:
-    """Its wait() takes no timeout."""
+    """A work whose wait() has no timeout."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -262,7 +262,7 @@ def test_a_split_makes_another_object(recorder: tuple[TorchComm, Recorder]) -> N
 
 
 class StoreBackend(TorchCommBackend):
-    """A real one: objects through the store."""
+    """A working backend: it exchanges objects through the store."""
 
     def init(self, device: torch.device, name: str, options: to.CommOptions) -> None:
         self.store: Any = options.store
@@ -359,7 +359,7 @@ def test_a_package_brings_a_backend_by_its_entry_point(monkeypatch: pytest.Monke
 
 
 class SlowToAbort(Recorder):
-    """Its abort ends when it is let go."""
+    """Its abort ends when the test lets it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""ReduceOp as a value."""
+"""ReduceOp behaves like a value."""
 
 import copy
 import pickle

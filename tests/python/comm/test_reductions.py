@@ -1,4 +1,4 @@
-"""Every (backend, operation, dtype) triple: the right values, or the error that docs/errors.md lists."""
+"""Every (backend, operation, dtype) triple gives the right values, or the error that docs/errors.md lists."""
 
 from pathlib import Path
 
@@ -26,9 +26,9 @@ def make_op(op: RedOpType, factor: float) -> ReduceOp:
 
 
 def run_dtypes(comm: TorchComm, kind: RedOpType, seed: int) -> list[str]:
-    """All dtypes through all five reductions; returns those that were refused.
+    """Runs all dtypes through all five reductions; returns those that were refused.
 
-    What `fake` gives is what equal ranks would.
+    `fake` gives the result for equal ranks.
     """
     rank, size, device = comm.get_rank(), comm.get_size(), comm.get_device()
     sources = [rank] * size if comm.get_backend() == "fake" else list(range(size))

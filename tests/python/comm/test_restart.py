@@ -1,4 +1,4 @@
-"""Bootstrap from torchrun, and names after a restart: what the attempt before left in the store is not read."""
+"""Bootstrap from torchrun, and names after a restart: keys that the previous attempt left in the store are not read."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""run_ranks itself: results by rank, failures with their tracebacks, nothing left hanging."""
+"""run_ranks itself: results by rank, failures with their tracebacks, no hang."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from torch_overlap.testing import RanksFailed, run_ranks
 
 
 class Parcel:
-    """A class of the test's own module, there and back."""
+    """A class of the test's own module, sent to ranks and returned."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -51,7 +51,7 @@ def run_failing(comm: TorchComm) -> None:
 
 @pytest.mark.parametrize("which", ["gloo", "local"])
 def test_a_failing_rank_frees_the_others_and_is_told(which: str) -> None:
-    run_ranks(run_exchange, 2, Parcel(1), comm=False)  # the processes are there
+    run_ranks(run_exchange, 2, Parcel(1), comm=False)  # the processes exist
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="ValueError: rank one has a problem") as caught:
         run_ranks(run_failing, 2, backend=which, timeout=200)

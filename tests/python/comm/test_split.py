@@ -1,4 +1,4 @@
-"""split: who is in, in which order, with which options."""
+"""split: its members, their order, and its options."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from torch_overlap.testing.reference import assert_equal, assert_reduced, rank_i
 
 
 def check_works(comm: TorchComm, members: list[int], seed: int) -> None:
-    """The members, and nobody else, take part; rank r of the child is members[r]."""
+    """Only the members take part; rank r of the child is members[r]."""
     assert comm.get_size() == len(members)
     tensor = rank_input(seed, members[comm.get_rank()], (9,), torch.int32).to(comm.get_device())
     gathered = tensor.new_empty((len(members), 9))
@@ -40,7 +40,7 @@ def run_groups(comm: TorchComm, seed: int) -> None:
     groupings = [
         [list(range(size))],  # all
         [list(reversed(range(size)))],  # all, in another order
-        [[r] for r in range(size)],  # alone
+        [[r] for r in range(size)],  # one rank each
         [[r for r in range(size) if r % 2 == parity] for parity in range(2)],  # interleaved
         [list(range(size // 2)), list(range(size // 2, size))],  # halves
     ]
@@ -174,8 +174,8 @@ def test_what_cannot_be_read_on_one_rank_is_an_error_on_every_rank(which: str, w
 
 def run_inherited(comm: TorchComm) -> None:
     everyone = list(range(comm.get_size()))
-    comm.set_timeout(timedelta(seconds=31))  # nothing is as it would be without the parent
-    comm.set_hints({"is_high_priority_stream": "true", "direct_collectives": "off"})
+    comm.set_timeout(timedelta(seconds=31))  # these values differ from the defaults
+    comm.set_hints({"is_high_priority_stream": "true", "custom_collectives": "off"})
     child, changed = comm.split(everyone, "child"), comm.split(everyone, "changed", timeout=timedelta(seconds=7))
     assert child is not None
     assert changed is not None
@@ -188,7 +188,7 @@ def run_inherited(comm: TorchComm) -> None:
     assert changed.get_options().timeout == timedelta(seconds=7)
     child.finalize()
     changed.finalize()
-    if comm.get_backend() != "local":  # there the name is the other ranks' too
+    if comm.get_backend() != "local":  # there the name belongs to the other ranks too
         assert "child" not in comm_names()
 
 

@@ -1,4 +1,4 @@
-"""What communicators write into the store does not pile up there."""
+"""Communicators delete the keys that they write into the store."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def test_a_name_that_is_used_again_leaves_what_it_left_the_first_time(size: int,
     with ThreadPoolExecutor(size) as ranks:
         for _ in range(4):
             list(ranks.map(live, range(size)))
-            # A counter of the ranks that came to this name, and what each said about its size.
+            # A counter of the ranks that arrived under this name, and the size that each one published.
             assert store.num_keys() == size + 1

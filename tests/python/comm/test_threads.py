@@ -11,7 +11,7 @@ from torch_overlap.testing import run_ranks
 
 
 def run_gil(comm: TorchComm) -> None:
-    """Counts on one thread while the other is inside a collective, which the peer joins when that is done."""
+    """Counts on one thread while the other is inside a collective, which the peer joins when the count is done."""
     meeting = comm.split([0, 1])
     assert meeting is not None
     if comm.get_rank() == 1:
@@ -41,7 +41,7 @@ def test_a_call_that_waits_lets_other_threads_run(which: str) -> None:
 
 
 def run_threads(comm: TorchComm, seed: int) -> None:
-    """One communicator a thread: each thread's order is the same on all ranks."""
+    """Uses one communicator per thread: each thread's order is the same on all ranks."""
     everyone = list(range(comm.get_size()))
     children = [comm.split(everyone) for _ in range(3)]
     errors: list[BaseException] = []

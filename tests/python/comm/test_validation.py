@@ -1,4 +1,4 @@
-"""A mistake raises before anything is sent, in one grammar, and leaves the communicator usable."""
+"""Invalid arguments raise before anything is sent, with messages of one format, and leave the communicator usable."""
 
 import re
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from torch_overlap.testing import run_ranks
 
 Mistake = tuple[str, type[Error], Callable[[TorchComm, Tensor], object]]
 SUM = ReduceOp.SUM
-# Formats that move, and are not added up.
+# Dtypes that can be moved but not reduced.
 FOUR_BITS = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 EXPONENTS = torch.zeros(4, dtype=torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _each(comm: TorchComm, tensor: Tensor) -> list[Tensor]:
-    """One for each rank."""
+    """Returns one tensor for each rank."""
     return [tensor.clone() for _ in range(comm.get_size())]
 
 
@@ -36,7 +36,7 @@ def _too_many(comm: TorchComm, tensor: Tensor) -> list[Tensor]:
 
 
 def _first(comm: TorchComm, count: int) -> list[int]:
-    """Split sizes: all to rank 0."""
+    """Returns split sizes that send all to rank 0."""
     return [count] + [0] * (comm.get_size() - 1)
 
 
@@ -44,7 +44,7 @@ def _next(comm: TorchComm) -> int:
     return (comm.get_rank() + 1) % comm.get_size()
 
 
-# What is wrong, the error, and the call. `x` is a good tensor of 4 floats; `n` ranks have `all` of them.
+# The argument at fault, the error, and the call. `x` is a valid tensor of 4 floats; `n` ranks have `all` of them.
 MISTAKES: list[Mistake] = [
     # ranks
     ("dst", InvalidValueError, lambda c, x: c.send(x, c.get_size(), False)),
@@ -141,7 +141,7 @@ def _to_itself(sent: Tensor, received: Tensor) -> Add:
     return add
 
 
-# What is wrong, the error, and what is added to a batch that has a good send and a good receive.
+# Part of the message, the error, and the operation added to a batch that has a valid send and a valid receive.
 MISTAKES_IN_A_BATCH: list[tuple[str, type[Error], Add]] = [
     ("peer in [0, {n}), got -1", InvalidValueError, lambda b, c, x: b.recv(x, -1)),
     ("peer in [0, {n}), got {n}", InvalidValueError, lambda b, c, x: b.send(x, c.get_size())),
@@ -159,7 +159,7 @@ MISTAKES_IN_A_BATCH: list[tuple[str, type[Error], Add]] = [
     ),
     ("of 4 elements, got 5", InvalidValueError, _to_itself(torch.ones(4), torch.ones(5))),
 ]
-# Of a backend that moves data, in two ranks or more.
+# Mistakes on a backend that moves data, in two ranks or more.
 OVERLAPPING: list[Mistake] = [
     ("share no memory", InvalidValueError, lambda c, x: _exchange(c, x, x)),
     ("share no memory", InvalidValueError, lambda c, x: _exchange(c, x[:3], x[2:])),
@@ -206,7 +206,7 @@ def run_overlapping(comm: TorchComm) -> None:
         with pytest.raises(kind, match=f"^batch_op_issue: expected .*{what}"):
             call(comm, x)
     assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
-    _exchange(comm, x[:2], x[2:])  # side by side
+    _exchange(comm, x[:2], x[2:])  # adjacent
     assert x.tolist() == [0.0, 1.0, 0.0, 1.0]
     batch = comm.batch_op_create()
     for peer in (r for r in range(comm.get_size()) if r != comm.get_rank()):  # one tensor to many
@@ -221,7 +221,7 @@ def test_what_a_batch_receives_shares_no_memory(backend: str, size: int, device:
 
 
 def elsewhere(x: Tensor) -> Tensor:
-    """The same memory as another storage."""
+    """Returns the same memory as another storage."""
     return torch.from_dlpack(x)
 
 
@@ -283,14 +283,14 @@ def test_what_a_collective_writes_shares_no_memory(backend: str, size: int, devi
 
 def run_another_device(comm: TorchComm) -> None:
     other = torch.device("cuda", (comm.get_device().index + 1) % torch.cuda.device_count())
-    others = [torch.ones(2)] + [torch.ones(2, device=other)] * (other != comm.get_device())  # one GPU for all: no other
+    others = [torch.ones(2)] + [torch.ones(2, device=other)] * (other != comm.get_device())  # one GPU: no other
     for wrong in others:
         with pytest.raises(InvalidTypeError, match=f"expected tensor on {comm.get_device()}, got {wrong.device}"):
             comm.all_reduce(wrong, SUM, False)
 
 
 class Wrapper(torch.Tensor):
-    """A tensor whose elements are elsewhere, as DTensor's are."""
+    """A tensor whose elements are elsewhere, like DTensor's."""
 
     @staticmethod
     def __new__(cls) -> "Wrapper":
@@ -313,7 +313,7 @@ def _refuse_without_memory(comm: TorchComm) -> None:
     makers: list[Callable[[], Tensor]] = [
         lambda: _resized(0), lambda: _resized(12), lambda: torch._efficientzerotensor(4), Wrapper,
     ]  # fmt: skip
-    is_alone = comm.get_backend() == "gloo"  # in its process: modes and maps are not for several threads at once
+    is_alone = comm.get_backend() == "gloo"  # in its own process: modes and maps do not support several threads at once
     if is_alone:
         with FakeTensorMode():
             fake = torch.ones(4)

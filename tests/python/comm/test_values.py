@@ -1,4 +1,5 @@
-"""What every operation computes, on every backend that moves data: fresh inputs, poisoned outputs, every element."""
+"""Values of every operation, on every backend that moves data: fresh inputs, poisoned outputs, every element
+compared."""
 
 import pytest
 import torch
@@ -7,14 +8,14 @@ from torch_overlap import ReduceOp, TorchComm
 from torch_overlap.testing import run_ranks
 from torch_overlap.testing.reference import DTYPES, OTHERS, assert_equal, assert_reduced, poisoned, rank_input
 
-# Nothing, one element, a number that no group divides, and several dimensions.
+# No elements, one element, a number that no group size divides, and several dimensions.
 SHAPES = [(0,), (1,), (129,), (3, 5, 2)]
 MOVED = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint64, torch.bool, torch.complex64]
 REST = [dtype for dtype in (*DTYPES, *OTHERS) if dtype not in MOVED]
 
 
 class Case:
-    """One operation's inputs on this rank, and all that is needed to say what comes out."""
+    """One operation's inputs on this rank, and everything needed to compute the expected result."""
 
     def __init__(self, comm: TorchComm, seed: int, shape: tuple[int, ...], dtype: torch.dtype, async_op: bool) -> None:
         self.comm, self.seed, self.shape, self.dtype, self.async_op = comm, seed, shape, dtype, async_op
@@ -160,7 +161,7 @@ def all_to_all_v_single(case: Case) -> None:
 
 
 def batch(case: Case) -> None:
-    """Everybody to everybody, itself too, in one batch."""
+    """Every rank sends to every rank, itself included, in one batch."""
     batch = case.comm.batch_op_create()
     outputs = [case.empty() for _ in range(case.size)]
     for peer in range(case.size):
@@ -206,7 +207,8 @@ def run_ring(comm: TorchComm, seed: int, async_op: bool) -> None:
     for dtype in MOVED:
         output = poisoned((17,), dtype, comm.get_device())
         mine = rank_input(seed, rank, (17,), dtype).to(comm.get_device())
-        # The ring is broken at rank 0, which receives first: works on backends whose sends wait for the receive.
+        # The ring is broken at rank 0, which receives first, so that it works on backends whose sends wait for the
+        # receive.
         steps = [lambda t=mine: comm.send(t, following, async_op), lambda t=output: comm.recv(t, previous, async_op)]
         for step in reversed(steps) if rank == 0 else steps:
             step().wait()
@@ -239,7 +241,7 @@ def test_messages_between_two_ranks_stay_in_order(backend: str, size: int, devic
 
 
 def run_in_flight(comm: TorchComm, seed: int) -> None:
-    """Many at once, waited for in another order, with everything but the outputs dropped at once."""
+    """Many operations at once, waited for in another order; everything but the outputs is dropped at once."""
     size = comm.get_size()
     outputs = [poisoned((size, 1000), torch.float32, comm.get_device()) for _ in range(20)]
     works = [

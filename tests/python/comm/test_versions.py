@@ -1,4 +1,4 @@
-"""Autograd sees that a collective has written to a tensor, as it does with every operation in place."""
+"""Autograd detects that a collective has written to a tensor, as with every in-place operation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Op = Callable[[TorchComm, bool], "tuple[to.TorchWork, list[torch.Tensor], list[t
 
 
 def in_place(op: Callable[[TorchComm, torch.Tensor, bool], to.TorchWork], where: str = "all") -> Op:
-    """`where` it is written: on all ranks, on rank 0 (the root), or on the others."""
+    """`where` the tensor is written: on all ranks, on rank 0 (the root), or on the others."""
 
     def call(comm: TorchComm, async_op: bool) -> tuple[to.TorchWork, list[torch.Tensor], list[torch.Tensor]]:
         x = torch.ones(6)
@@ -28,7 +28,8 @@ def in_place(op: Callable[[TorchComm, torch.Tensor, bool], to.TorchWork], where:
 
 
 def from_to(op: Callable[..., to.TorchWork], outputs: int, inputs: int, where: str = "all") -> Op:
-    """op(comm, outputs, inputs, async_op); a number is that of tensors in a list, 0 a large and -1 a small one."""
+    """Returns an Op of op(comm, outputs, inputs, async_op). 0 stands for a large tensor, -1 for a small one, 1 for a
+    list."""
 
     def make(comm: TorchComm, kind: int) -> torch.Tensor | list[torch.Tensor]:
         size = comm.get_size()
@@ -114,7 +115,7 @@ def run_autograd(comm: TorchComm) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
-    # As in torch.distributed: who broadcasts parameters need not write no_grad().
+    # Parameters can be broadcast without no_grad(), as in torch.distributed.
     weight = torch.full((3,), float(comm.get_rank()), requires_grad=True)
     comm.broadcast(weight, 1, False)
     assert weight.tolist() == [1.0] * 3

@@ -13,7 +13,7 @@ from launcher import free_port
 from torch_overlap.testing import run_ranks
 
 PROGRAM = "train_gpt.py"
-SECONDS = 300  # for programs that were told to end
+SECONDS = 300  # for programs that were asked to end
 TRAIN_GPT = Path(__file__).resolve().parents[3] / "examples" / PROGRAM
 SMALL = ("--dim", 32, "--layers", 2, "--heads", 4, "--sequence", 64, "--batch", 4, "--sample", 20)
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -40,7 +40,7 @@ def assert_trained_and_checked(code: int, output: str, out: Path, *, steps: int,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "algorithm", "dtype", "tolerance"),
-    [(2, "auto", "float32", 1e-3), (4, "sequential", "float32", 1e-3), (2, "chunked", "bfloat16", 2e-2)],
+    [(2, "auto", "float32", 1e-3), (4, "sequential", "float32", 1e-3), (2, "pipelined", "bfloat16", 2e-2)],
 )
 def test_trains_and_equals_one_rank(launcher, tmp_path, ranks, algorithm, dtype, tolerance):
     pytest.importorskip("matplotlib")
@@ -50,7 +50,7 @@ def test_trains_and_equals_one_rank(launcher, tmp_path, ranks, algorithm, dtype,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["none", "bulk", "pipeline", "ring", "auto"])
+@pytest.mark.parametrize("overlap", ["none", "bulk", "pipelined", "p2p", "auto"])
 def test_every_way_to_overlap_trains_and_equals_one_rank(launcher, tmp_path, overlap):
     pytest.importorskip("matplotlib")
     arguments = ("--steps", 30, "--check-steps", 10, "--overlap", overlap, "--out", tmp_path)
@@ -61,10 +61,10 @@ def test_every_way_to_overlap_trains_and_equals_one_rank(launcher, tmp_path, ove
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "mesh", "dtype", "tolerance", "overlap"),
-    [(4, "dp=2,tp=2", "float32", 1e-3, "none"), (2, "tp=2", "bfloat16", 2e-2, "ring")],
+    [(4, "dp=2,tp=2", "float32", 1e-3, "none"), (2, "tp=2", "bfloat16", 2e-2, "p2p")],
 )
 def test_the_plain_model_on_a_mesh_equals_one_rank(launcher, tmp_path, ranks, mesh, dtype, tolerance, overlap):
-    """The losses of the model that communicates by hand, on one rank."""
+    """The losses equal those of the model that communicates by hand, on one rank."""
     pytest.importorskip("matplotlib")
     arguments = ("--steps", 30, "--check-steps", 20, "--mesh", mesh, "--overlap", overlap, "--out", tmp_path)
     code, output = launcher.torchrun(ranks, PROGRAM, *SMALL, "--dtype", dtype, *arguments)
@@ -75,7 +75,7 @@ AXES = ("dp",), ("tp",), ("dp", "tp")
 
 
 def collectives_of_a_step(comm, mesh, dtype, keep_gathered=False):
-    """A training step's collectives, "all_reduce dp" on a mesh, and the losses."""
+    """Returns a training step's collectives, "all_reduce dp" on a mesh, and the losses."""
     sys.path.insert(0, str(TRAIN_GPT.parent))
     from gpt.model import Config
     from gpt.plain import MeshTrainer
@@ -104,7 +104,7 @@ def collectives_of_a_step(comm, mesh, dtype, keep_gathered=False):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_the_mesh_puts_in_the_collectives_that_a_hand_does(dtype, tolerance):
-    """A block has 4 forwards and 4 backwards, a step one for all gradients: the same, in the same order."""
+    """A block has 4 forward and 4 backward collectives, a step one for all gradients: the same, in the same order."""
     by_hand, losses = run_ranks(collectives_of_a_step, 2, None, dtype, True)[0]
     on_mesh, mesh_losses = run_ranks(collectives_of_a_step, 2, {"tp": 2}, dtype)[0]
     assert mesh_losses == pytest.approx(losses, abs=tolerance)
@@ -114,7 +114,7 @@ def test_the_mesh_puts_in_the_collectives_that_a_hand_does(dtype, tolerance):
 
 
 def test_inputs_that_are_not_kept_are_gathered_again():
-    """For the gradients of the weights: two in each block."""
+    """Collectives for the gradients of the weights: two in each block."""
     sent, losses = run_ranks(collectives_of_a_step, 2, None, torch.float32)[0]
     _, kept_losses = run_ranks(collectives_of_a_step, 2, None, torch.float32, True)[0]
     assert losses == pytest.approx(kept_losses, abs=1e-6)
@@ -124,8 +124,8 @@ def test_inputs_that_are_not_kept_are_gathered_again():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_over_dp_and_tp_blocks_send_over_tp_alone(dtype, tolerance):
-    """No weight is gathered, also where products cast it: over dp only gradients are summed (of split weights over dp,
-    of whole ones over both, with the loss; then the squares of the former, over tp)."""
+    """No weight is gathered, also if products cast it. Over dp only gradients are summed (those of sharded weights
+    over dp, those of whole weights over both axes, with the loss; then the squares of the former, over tp)."""
     mesh, blocks = {"dp": 2, "tp": 2}, 2
     _, losses = run_ranks(collectives_of_a_step, 2, None, dtype, backend="local")[0]
     for sent, mesh_losses in run_ranks(collectives_of_a_step, 4, mesh, dtype, backend="local"):
@@ -142,7 +142,7 @@ def validation_loss(output: str) -> float:
 
 @pytest.mark.slow
 def test_training_on_8_bit_floats_ends_near_bfloat16(launcher, tmp_path):
-    """Within 0.15 of a loss that has come down by 3: what 60 more steps gain, or another seed changes, is more."""
+    """The losses are within 0.15, less than the effect of some more training or of another seed."""
     sizes = (*SMALL, "--dim", 64)  # 32 features of each rank
     arguments = (*sizes, "--steps", 80, "--dtype", "bfloat16", "--check-steps", 10, "--out", tmp_path)
     losses = {}
@@ -176,7 +176,7 @@ def test_trains_on_two_gpus_and_equals_one(launcher, tmp_path, extra):
 
 @pytest.mark.slow
 def test_fails_and_names_the_step_where_the_runs_part(launcher, tmp_path):
-    """A learning rate that turns every rounding error into another training."""
+    """A learning rate at which every rounding error leads to another training."""
     arguments = ("--steps", 8, "--check-steps", 8, "--rate", 2, "--out", tmp_path)
     code, output = launcher.torchrun(2, PROGRAM, *SMALL, *arguments)
     assert code != 0
@@ -199,7 +199,7 @@ def test_ctrl_c_ends_torchrun_and_all_ranks(launcher, tmp_path, after):
         wait_for_line(process, r"step +1/")
     else:
         wait_until(lambda: len(launcher.running()) >= 3)
-        time.sleep(1.0)  # the ranks have begun to import torch
+        time.sleep(1.0)  # the ranks have started to import torch
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode != 0
@@ -230,7 +230,7 @@ def test_ctrl_c_ends_each_rank_with_130(launcher, tmp_path, at):
             process.send_signal(signal.SIGINT)
     else:
         ranks[1].send_signal(signal.SIGINT)
-        ranks[1].wait(SECONDS)  # rank 0 may see that it is gone before its own signal
+        ranks[1].wait(SECONDS)  # rank 0 may notice that it has left before its own signal
         ranks[0].send_signal(signal.SIGINT)
     outputs = [process.communicate(timeout=SECONDS)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [130, 130], outputs

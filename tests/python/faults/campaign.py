@@ -1,12 +1,12 @@
-"""The fault campaign: for every operation, a rank is killed, stopped or stays away in the middle, and the others live.
+"""Fault campaign: during every operation one rank is killed, stopped or absent, and the others survive.
 
     python tests/python/faults/campaign.py --backend nccl --ranks 2 --json out.json
     python tests/python/faults/campaign.py --backend gloo --ranks 3 --faults kill,stop,absent --parallel 4
 
-A case: fresh rank processes loop over one operation; the last rank is hit at a random moment. Every survivor must get
-an error within the timeout and the margin (1 s on GPUs, 5 s on the CPU), then reconfigure without the lost rank, and
-compute again. Processes are forked from one that has imported everything, those of the next case while this one runs.
-A case that hangs is killed and reported. Exit code 1 if any case failed.
+A case: new rank processes loop over one operation; the last rank gets the fault at a random moment. Every survivor
+must get an error within the timeout and the margin (1 s on GPUs, 5 s on the CPU), then reconfigure without the lost
+rank, and compute again. Processes are forked from one that has imported everything, those of the next case while
+this one runs. A case that hangs is killed and reported. Exit code 1 if any case failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast in any form
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# torch's store asks for the name of whoever connects: a name server that does not answer is not what is timed.
+# torch's store resolves the name of every client: a name server that does not answer must not be part of the time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 HERE = Path(__file__).resolve().parent
@@ -69,14 +69,14 @@ class Case:
 
 
 def rank_main(case: Case, rank: int, port: int, pipe: Connection[Any, Any]) -> None:
-    """Says what happens through the pipe: ready, running, error, regrouped, or failed."""
+    """Reports events through the pipe: ready, running, error, regrouped, or failed."""
     try:
         run_rank(case, rank, port, pipe)
     except BaseException as error:
         with contextlib.suppress(OSError):
             pipe.send(("failed", time.time(), f"{type(error).__name__}: {error}"))
         os._exit(1)
-    os._exit(0)  # nothing that a fault left may hold up the end
+    os._exit(0)  # state left by a fault must not delay the end
 
 
 def run_rank(case: Case, rank: int, port: int, pipe: Connection[Any, Any]) -> None:
@@ -87,7 +87,7 @@ def run_rank(case: Case, rank: int, port: int, pipe: Connection[Any, Any]) -> No
     from torch_overlap.testing import gpu_of
 
     device = gpu_of(rank) if case.backend == "nccl" else torch.device("cpu")
-    torch.ones(1, device=device)  # the context of a GPU takes a second
+    torch.ones(1, device=device)  # the context of a GPU is slow to make
     pipe.send(("ready", time.time(), ""))
     if pipe.recv() != "go":
         return
@@ -116,7 +116,7 @@ def run_rank(case: Case, rank: int, port: int, pipe: Connection[Any, Any]) -> No
     # A survivor communicates again, in the same process.
     survivors = [handles[r] for r in range(case.ranks) if r != case.victim]
     comm.reconfigure(1, survivors, timeout=timedelta(seconds=SETTLE_SECONDS / 2))
-    comm.set_timeout(timedelta(seconds=SETTLE_SECONDS / 2))  # what is timed is over
+    comm.set_timeout(timedelta(seconds=SETTLE_SECONDS / 2))  # the timed part is over
     x = torch.full((1000,), rank + 1.0, device=device)
     comm.all_reduce(x, to.ReduceOp.SUM, True).wait_blocking()
     expected = sum(r + 1.0 for r in range(case.ranks) if r != case.victim)
@@ -131,7 +131,7 @@ def run_rank(case: Case, rank: int, port: int, pipe: Connection[Any, Any]) -> No
 
 @dataclass
 class Ranks:
-    """The processes of a case, which get ready by themselves."""
+    """The processes of a case, which prepare by themselves."""
 
     case: Case
     port: int
@@ -150,10 +150,10 @@ class Ranks:
         return self
 
     def expect(self, rank: int, what: str, seconds: float) -> tuple[float, str]:
-        """When and with what text the rank said `what`.
+        """Returns the time and the text of the event `what` of the rank.
 
         Raises:
-            RuntimeError: it said something else, nothing in time, or died.
+            RuntimeError: The rank reported another event, none in time, or died.
         """
         who = f"rank {rank} of {self.case.what}"
         try:
@@ -175,7 +175,7 @@ class Ranks:
             pipe.close()
 
     def hit(self) -> float:
-        """Does the fault to the victim; the time of it."""
+        """Inflicts the fault on the victim; returns the time of it."""
         victim = self.case.victim
         time.sleep(random.uniform(0.05, 0.3))
         if self.case.fault == "absent":
@@ -186,7 +186,7 @@ class Ranks:
 
 
 def run_case(ranks: Ranks, margin: float) -> dict[str, Any]:
-    """A row of the result file; `error` says what went wrong, empty if nothing did."""
+    """Returns a row of the result file; `error` describes the failure, and is empty if there was none."""
     case = ranks.case
     row: dict[str, Any] = {"what": case.what, "us": None, "regroup_us": None, "said": "", "error": "", "peers": {}}
     survivors = [r for r in range(case.ranks) if r != case.victim]
@@ -215,7 +215,7 @@ def run_case(ranks: Ranks, margin: float) -> dict[str, Any]:
 
 
 def campaign(cases: list[Case], port: int, parallel: int, margin: float) -> Iterator[dict[str, Any]]:
-    """The rows, in the order in which the cases end. Each lane has the next case's processes ready."""
+    """Yields the rows, in the order in which the cases end. Each lane prepares the processes of its next case."""
     done: list[dict[str, Any]] = []
     changed = threading.Condition()
 

@@ -1,4 +1,4 @@
-"""The modules of this folder that are no tests can be imported by those that are, also on rank processes."""
+"""Helper modules of this folder can be imported by its tests, also on rank processes."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Every operation of a communicator, so that a loop over it always needs the victim: what the fault tests issue."""
+"""Every operation of a communicator, issued such that a loop over it always needs the victim: used by the fault
+tests."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ import torch
 import torch_overlap as to
 
 
-class Waits(Protocol):
-    """What the tests need of a TorchWork."""
+class Waitable(Protocol):
+    """Methods of a TorchWork that the tests use."""
 
     def wait(self) -> None: ...
     def wait_blocking(self) -> None: ...
 
 
-class Done:
-    """Of what blocks the host, or is ordered by the current stream: waits for that."""
+class StreamWork:
+    """Work of an operation that blocks the host or is ordered by the current stream: waits for that stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,22 +34,23 @@ class Done:
             torch.cuda.current_stream(self._device).synchronize()
 
 
-Issue = Callable[..., Waits]
+Issue = Callable[..., Waitable]
 
 RECONFIGURE_SECONDS = 3.0
 
 
 def timeout_of(name: str, seconds: float) -> float:
-    """Of an operation, where the communicator's is `seconds`: reconfigure makes connections, and has some more."""
+    """Returns the timeout of an operation if the communicator's is `seconds`. reconfigure gets more: it makes
+    connections."""
     return max(seconds, RECONFIGURE_SECONDS) if name == "reconfigure" else seconds
 
 
 def operation(comm: to.TorchComm, name: str, victim: int, numel: int = 4096) -> Issue:
-    """A function of (async_op, **options) that issues the operation on this rank.
+    """Returns a function of (async_op, **options) that issues the operation on this rank.
 
-    Roots are chosen so that ranks wait for `victim`: it is the root of what comes from a root, and owes something to
-    the root of what goes to one. Those of WITHOUT_OPTIONS block, and take the communicator's timeout. reconfigure needs
-    one that was made with enable_reconfigure.
+    Roots are chosen so that ranks wait for `victim`: it is the root of operations that send from a root, and sends
+    to the root of those that collect at one. The operations of WITHOUT_OPTIONS block, and use the communicator's
+    timeout. reconfigure needs a communicator that was made with enable_reconfigure.
     """
     if name in ONE_SIDED:
         return one_sided(comm, name, victim, numel)
@@ -58,15 +60,15 @@ def operation(comm: to.TorchComm, name: str, victim: int, numel: int = 4096) -> 
         return without_options(comm, name, numel)
     rank, size, device = comm.get_rank(), comm.get_size(), comm.get_device()
     others = [r for r in range(size) if r != victim]
-    away = others[0]
+    other_root = others[0]
 
     def one() -> torch.Tensor:
         return torch.ones(numel, device=device)
 
-    def many() -> list[torch.Tensor]:
+    def make_tensors() -> list[torch.Tensor]:
         return [one() for _ in range(size)]
 
-    x, flat, parts, outs = one(), torch.ones(numel * size, device=device), many(), many()
+    x, flat, parts, outs = one(), torch.ones(numel * size, device=device), make_tensors(), make_tensors()
     out = torch.ones(numel * size, device=device)
     add = to.ReduceOp.SUM
 
@@ -95,7 +97,7 @@ def operation(comm: to.TorchComm, name: str, victim: int, numel: int = 4096) -> 
         "recv": with_victim(True),
         "broadcast": lambda a, **o: comm.broadcast(x, victim, a, **o),
         "all_reduce": lambda a, **o: comm.all_reduce(x, add, a, **o),
-        "reduce": lambda a, **o: comm.reduce(x, away, add, a, **o),
+        "reduce": lambda a, **o: comm.reduce(x, other_root, add, a, **o),
         "all_gather": lambda a, **o: comm.all_gather(outs, x, a, **o),
         "all_gather_v": lambda a, **o: comm.all_gather_v(outs, x, a, **o),
         "all_gather_single": lambda a, **o: comm.all_gather_single(out, x, a, **o),
@@ -107,17 +109,17 @@ def operation(comm: to.TorchComm, name: str, victim: int, numel: int = 4096) -> 
         "all_to_all_v_single": lambda a, **o: comm.all_to_all_v_single(out, flat, splits, splits, a, **o),
         "barrier": lambda a, **o: comm.barrier(a, **o),
         "scatter": lambda a, **o: comm.scatter(x, parts if rank == victim else [], victim, a, **o),
-        "gather": lambda a, **o: comm.gather(outs if rank == away else [], x, away, a, **o),
-        "gather_single": lambda a, **o: comm.gather_single(out if rank == away else None, x, away, a, **o),
+        "gather": lambda a, **o: comm.gather(outs if rank == other_root else [], x, other_root, a, **o),
+        "gather_single": lambda a, **o: comm.gather_single(out if rank == other_root else None, x, other_root, a, **o),
         "batch_op_issue": batch,
     }
     return table[name]
 
 
 def one_sided(comm: to.TorchComm, name: str, victim: int, numel: int) -> Issue:
-    """Every other rank and the victim, in turns: `name` is what a rank of the others does first.
+    """Every other rank and the victim, in turns: `name` is the first operation of a rank of the others.
 
-    A put and a signal end where nobody listens, so an answer of the victim is waited for.
+    A put and a signal complete even if nobody waits for them, so an answer of the victim is waited for.
     """
     rank, size = comm.get_rank(), comm.get_size()
     buffer = to.symmetric_empty(numel * size, torch.float32, comm)
@@ -130,7 +132,7 @@ def one_sided(comm: to.TorchComm, name: str, victim: int, numel: int) -> Issue:
             window.put(x, peer, numel * rank, True, **options)  # type: ignore[arg-type]
         window.signal(peer, True, **options)  # type: ignore[arg-type]
 
-    def issue(async_op: bool, **options: object) -> Waits:
+    def issue(async_op: bool, **options: object) -> Waitable:
         is_first = (rank == victim) == (name == "wait_signal")
         if is_first:
             for peer in peers:
@@ -150,17 +152,17 @@ def without_options(comm: to.TorchComm, name: str, numel: int) -> Issue:
     size, device = comm.get_size(), comm.get_device()
     buffer = to.symmetric_empty(numel, torch.float32, comm) if name == "new_window" else torch.ones(numel)
     x = torch.ones(numel, device=device)
-    # On GPUs what has a fused kernel; of the CPU's, few elements.
+    # GPUs: operands for which there is a fused kernel. CPUs: few elements.
     rows, k, dtype = (128 * size, 512, torch.bfloat16) if device.type == "cuda" else (8 * size, 16, torch.float32)
     left, right, wide = (torch.ones(shape, dtype=dtype, device=device) for shape in ((rows, k), (k, k), (k, k * size)))
 
     def split() -> None:
         part = comm.split(list(range(size)))
         assert part is not None
-        part.abort()  # finalize() would wait, once more
+        part.abort()  # finalize() would wait once more
 
     def new_window() -> None:
-        comm.new_window(buffer)  # gone at once
+        comm.new_window(buffer)  # released at once
 
     def finalize() -> None:
         part = comm.split(list(range(size)))
@@ -178,9 +180,9 @@ def without_options(comm: to.TorchComm, name: str, numel: int) -> Issue:
         "ops.all_to_all_matmul": lambda: to.ops.all_to_all_matmul(left, wide, comm),
         "ops.matmul_all_to_all": lambda: to.ops.matmul_all_to_all(left, [left], comm),
     }
-    call, done = table[name], Done(device)
+    call, done = table[name], StreamWork(device)
 
-    def issue(async_op: bool) -> Waits:
+    def issue(async_op: bool) -> Waitable:
         call()
         return done
 
@@ -188,15 +190,15 @@ def without_options(comm: to.TorchComm, name: str, numel: int) -> Issue:
 
 
 def reconfigure(comm: to.TorchComm) -> Issue:
-    """Of a child, so that the communicator itself can be formed again without the victim."""
+    """Reconfigures a child, so that the communicator itself can be formed again without the victim."""
     part = comm.split(list(range(comm.get_size())))
     assert part is not None
     handles: list[str] = [""] * comm.get_size()
     to.objcol.all_gather_object(comm, handles, part.get_init_handle())
     uuids = itertools.count(1)
-    done = Done(comm.get_device())
+    done = StreamWork(comm.get_device())
 
-    def issue(async_op: bool) -> Waits:
+    def issue(async_op: bool) -> Waitable:
         seconds = timeout_of("reconfigure", comm.get_options().timeout.total_seconds())
         part.reconfigure(next(uuids), handles, timeout=timedelta(seconds=seconds))
         return done

@@ -1,4 +1,4 @@
-"""Random operations, the same on every rank of a group, and what must come out: what the random tests draw from."""
+"""Random operations, the same on every rank of a group, and their expected results, for the random tests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 import torch_overlap as to
 from torch_overlap.testing.reference import DTYPES, assert_equal, assert_reduced, is_legal, poisoned, rank_input
 
-PENDING = 6  # asynchronous operations at a time
+PENDING = 6  # maximal number of pending asynchronous operations
 COUNTS = [0, 1, 2, 3, 17, 256, 1000]
-MANY = [4099, 65_537, 200_003]  # more than a message's piece, on every backend; one draw in eight
-FACTORS = [0.5, -1.25, 2.0, 0.75, -0.5, 1.5, 0.25, -2.0]  # which every type holds exactly
-LATE = [0, 0, 300_000]  # cycles that a GPU lets an input wait
+MANY = [4099, 65_537, 200_003]  # more than one piece of a message, on every backend; one draw in eight
+FACTORS = [0.5, -1.25, 2.0, 0.75, -0.5, 1.5, 0.25, -2.0]  # exact in every type
+LATE = [0, 0, 300_000]  # cycles by which an input is late on a GPU
 
 Check = Callable[[], None]
 Draw = Callable[["Problem"], tuple[to.TorchWork | None, Check]]
@@ -32,13 +32,13 @@ class Inbox:
         self._taken = 0
 
     def take(self, numel: int) -> slice:
-        """The next elements; called by the one thread of the group."""
+        """Returns the next elements; called by the one thread of the group."""
         begin, self._taken = self._taken, self._taken + numel
         return slice(begin, self._taken)
 
 
 class Problem:
-    """One draw, the same on every rank of the group. Inputs can be had of every rank, on the CPU."""
+    """One draw, the same on every rank of the group. The inputs of every rank are available, on the CPU."""
 
     def __init__(self, dice: random.Random, comm: to.TorchComm, seed: int, inbox: Inbox) -> None:
         self.comm, self.seed, self.inbox = comm, seed, inbox
@@ -51,7 +51,7 @@ class Problem:
         kind = dice.choice(kinds)
         self.late = dice.choice(LATE)
         self.other = dice.randrange(self.size)
-        # From row to column, in elements; and of each rank.
+        # Matrix from row to column, in elements; and the total of each rank.
         self.table = [[dice.choice(COUNTS[:5]) for _ in range(self.size)] for _ in range(self.size)]
         self.counts = self.table[0]
         self.factors: list[float] | None = None
@@ -75,7 +75,7 @@ class Problem:
         return self.of(rank, self.size * self.numel)[index * self.numel : (index + 1) * self.numel]
 
     def here(self, data: Tensor) -> Tensor:
-        """On the device, after a while."""
+        """Returns x on the device, written late."""
         staged = data.to(self.device)
         if self.device.type != "cuda":
             return staged
@@ -207,7 +207,7 @@ def gather_single(p: Problem) -> Drawn:
 
 
 def message(p: Problem) -> Drawn:
-    """From one rank to another, no batch; the others have nothing to do."""
+    """Sends from one rank to another, not in a batch; the other ranks have nothing to do."""
     if p.other != p.root and p.rank == p.root:
         x = p.mine()
         return p.comm.send(x, p.other, p.async_op), lambda: assert_equal(x, p.of(p.rank), "send")
@@ -227,7 +227,7 @@ def ring(p: Problem) -> Drawn:
 
 
 def written_by_the_one_before(p: Problem) -> Drawn:
-    """put, with the signal or before it, into the next rank's window."""
+    """Puts, with the signal or before it, into the next rank's window."""
     window, numel = p.inbox.window, min(p.numel, COUNTS[-1])
     place = p.inbox.take(numel)
     after, before = (p.rank + 1) % p.size, (p.rank - 1) % p.size
@@ -236,7 +236,7 @@ def written_by_the_one_before(p: Problem) -> Drawn:
     window.put(x, after, place.start, p.async_op, signal=with_signal)
     if not with_signal:
         window.signal(after, p.async_op)
-    # In a stream that groups share, in another order on each rank, a wait would hold up what it waits for.
+    # If groups share a stream, in another order on each rank, a wait would delay the operations that it waits for.
     work = window.wait_signal(before, p.async_op or p.device.type == "cuda")
     expected = rank_input(p.seed, before, (numel,), window.dtype)
     return work, lambda: assert_equal(window.get_tensor()[place], expected, "put")
@@ -254,7 +254,7 @@ OPS: tuple[Draw, ...] = (
 
 
 def run_random(comm: to.TorchComm, seed: int, draws: int) -> None:
-    """On three groups, a thread for each; on GPUs from three streams, and waited for on any of them."""
+    """Runs on three groups with a thread each; on GPUs from three streams, and waited for on any of them."""
     size, rank, device = comm.get_size(), comm.get_rank(), comm.get_device()
     backwards = comm.split(list(reversed(range(size))))
     part = comm.split([0] if rank == 0 else list(range(1, size)))
@@ -289,16 +289,16 @@ def run_random(comm: to.TorchComm, seed: int, draws: int) -> None:
             except BaseException as error:
                 raise AssertionError(f"TEST_SEED={seed}, draw {what}: {error}") from error
 
-    # A thread a group: operations of one communicator are issued in one order, those of different ones in any.
+    # One thread per group: operations of one communicator are issued in one order, those of different ones in any.
     pools = [ThreadPoolExecutor(1, initializer=begin) for _ in groups]
     for turn in range(draws):
         which = dice.randrange(len(groups))
         draw = dice.choice(OPS)
         first, second = dice.choice(list(itertools.product(range(len(streams)), repeat=2)))
-        # The members of `part` differ in number: what is drawn next must not depend on it.
+        # The number of members of `part` differs by rank: the next draws must not depend on it.
         problem = Problem(random.Random(dice.random()), groups[which], seed + turn, inboxes[which])
         if not problem.async_op:
-            second = first  # the result is there on that stream
+            second = first  # the result is ready on that stream
         what = f"{turn}: {draw.__name__} of {problem.numel} {problem.dtype}, {problem.op}, group {which}, "
         what += f"window of {dtypes[which]}, "
         what += f"streams {first} and {second}"

@@ -1,4 +1,4 @@
-"""Ranks that are lost while gloo connects them: the timeout holds there, too."""
+"""Ranks that are lost while gloo connects them: the timeout applies there too."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch_overlap as to
 from torch_overlap import _gloo
 
-MARGIN = 5.0  # seconds that loaded cores may add to a timeout: what the library promises there
+MARGIN = 5.0  # seconds that loaded cores may add to a timeout: the library's guarantee there
 
 VICTIM = """
 import sys
@@ -41,7 +41,7 @@ def test_a_rank_that_is_lost_while_it_connects(fault: signal.Signals, monkeypatc
     connect: Callable[..., Any] = _gloo._connect
 
     def connect_when_they_are_lost(*arguments: Any) -> Any:
-        time.sleep(2.0)  # they say where they are, and wait for this rank
+        time.sleep(2.0)  # they publish their addresses, and wait for this rank
         for victim in victims:
             os.kill(victim.pid, fault)
         return connect(*arguments)
@@ -52,7 +52,7 @@ def test_a_rank_that_is_lost_while_it_connects(fault: signal.Signals, monkeypatc
         begin = time.monotonic()
         with pytest.raises(to.Error, match="3 ranks within"):
             to.new_comm("gloo", "cpu", "connecting", store=store, rank=0, size=size, timeout=timedelta(seconds=seconds))
-        # To meet and to connect have a timeout each, and all had come to the meeting.
+        # The meeting and the connection have a timeout each, and all ranks had arrived at the meeting.
         assert time.monotonic() - begin < seconds + MARGIN
     finally:
         for victim in victims:

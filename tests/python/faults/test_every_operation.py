@@ -17,12 +17,12 @@ from every_op import NAMES, WITHOUT_OPTIONS, Issue, operation
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
 
-MARGIN = 5.0  # seconds that loaded cores may add to a timeout: what the library promises there
+MARGIN = 5.0  # seconds that loaded cores may add to a timeout: the library's guarantee there
 SOON = timedelta(seconds=0.4)
 
 
 def until_it_fails(issue: Issue, **options: object) -> None:
-    """What only sends gets through for as long as somebody takes it."""
+    """Issues until an error: an operation that only sends succeeds as long as the peer receives."""
     while True:
         issue(True, **options).wait()
 
@@ -40,11 +40,11 @@ def check_never_called(comm: to.TorchComm, name: str) -> None:
             comm.set_timeout(SOON)
 
         begin = time.monotonic()
-        with pytest.raises(to.Error) as raised:  # a timeout, or the news of another rank's
+        with pytest.raises(to.Error) as raised:  # a timeout, or the notification of another rank's
             until_it_fails(issue, **options)
         limit = 3.0 if name == "reconfigure" else SOON.total_seconds()
         assert time.monotonic() - begin < limit + MARGIN
-        assert f"'{comm.get_name()}" in str(raised.value)  # or a child of it
+        assert f"'{comm.get_name()}" in str(raised.value)  # or of a child of it
     comm.abort()
 
 
@@ -55,7 +55,7 @@ def test_a_rank_that_never_calls(name: str, backend: str) -> None:
 
 
 def check_left(comm: to.TorchComm, name: str, seed: int) -> None:
-    """For threads, what a kill is for processes: the victim is gone in the middle, perhaps of its own call."""
+    """The equivalent of a kill for threads: the victim disappears in the middle, perhaps in its own call."""
     victim = comm.get_size() - 1
     issue = operation(comm, name, victim, numel=256)
     issue(True).wait()

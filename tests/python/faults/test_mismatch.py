@@ -1,4 +1,5 @@
-"""check_mismatch: ranks that do different things get an error that shows both sides, and go on."""
+"""check_mismatch: ranks whose operations differ get an error that shows both sides, and the communicator stays
+usable."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ def ones(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def calls(comm: to.TorchComm) -> dict[str, tuple[Callable[[], Any], ...]]:
-    """By what differs: the call of rank 0, the call of the others, and (as the last) nothing."""
+    """Cases by the difference: the call of rank 0, the call of the others, and (as the last) nothing."""
     n = comm.get_size()
     f64 = torch.float64
     return {
@@ -66,7 +67,7 @@ def run_differences(comm: to.TorchComm) -> None:
         text = str(raised.value)
         assert " on rank 0 and " in text, (what, text)
         assert "nothing was sent" in text, (what, text)
-        # Nothing has happened: the communicator goes on.
+        # Nothing was sent: the communicator stays usable.
         x = torch.full((3,), comm.get_rank() + 1.0)
         comm.all_reduce(x, SUM, async_op=comm.get_rank() == 0).wait()
         assert x.tolist() == [sum(range(1, comm.get_size() + 1))] * 3
@@ -80,7 +81,7 @@ def test_every_difference_is_shown_on_every_rank(backend: str) -> None:
 def run_agreement(comm: to.TorchComm) -> None:
     comm.set_hints({"check_mismatch": "true"})
     for name in NAMES:
-        if name == "reconfigure":  # of communicators made for it: test_reconfigure.py
+        if name == "reconfigure":  # for communicators made with it: test_reconfigure.py
             continue
         issue = operation(comm, name, comm.get_size() - 1, numel=64)
         for async_op in (True, False):
@@ -100,7 +101,7 @@ def test_every_operation_that_agrees_goes_through(backend: str) -> None:
 
 
 def meeting_of(comm: to.TorchComm) -> to.TorchComm:
-    """A second communicator of all ranks: its barriers say when the others are through with the first."""
+    """Returns a second communicator of all ranks, whose barriers show when the others are done with the first."""
     meeting = comm.split(list(range(comm.get_size())))
     assert meeting is not None
     return meeting
@@ -128,7 +129,7 @@ def test_who_does_not_come_is_named_and_ends_the_communicator(backend: str) -> N
 
 
 def run_hint(comm: to.TorchComm, how: str) -> None:
-    """Rank 1 does not come: rank 0 is told of the check, unless the check has seen the call."""
+    """Rank 1 never calls: rank 0's error names the check, unless the check has already seen the call."""
     meeting = meeting_of(comm)
     if how == "compared pair":
         comm.set_hints({"check_mismatch": "true"})
@@ -160,7 +161,7 @@ def run_pairs(comm: to.TorchComm) -> None:
     meeting = meeting_of(comm)
     comm.set_hints({"check_mismatch": "true"})
     me = comm.get_rank()
-    # What fits, in an order in which neither may wait for the other: receive first, then send.
+    # Matching calls, in an order in which neither may wait for the other: receive first, then send.
     out = torch.zeros(4)
     received = comm.recv(out, 1 - me, True)
     sent = comm.send(ones(4) * (me + 1), 1 - me, True)
@@ -169,7 +170,7 @@ def run_pairs(comm: to.TorchComm) -> None:
     assert out.tolist() == [2.0 - me] * 4
     if me == 0:
         comm.send(ones(4), 1, True)
-        meeting.barrier(False)  # rank 1 comes second, and sees it
+        meeting.barrier(False)  # rank 1 is second, and sees it
     else:
         meeting.barrier(False)
         both = (

@@ -1,4 +1,5 @@
-"""Forks, stores that die, wrong sizes, two jobs side by side, hooks that raise, and nothing left behind."""
+"""Forks, stores that die, wrong sizes, two jobs at the same time, hooks that raise, and resources that are not
+leaked."""
 
 import faulthandler
 import os
@@ -26,13 +27,13 @@ SUM = to.ReduceOp.SUM
 
 
 def run_threads(bodies: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-    """Runs them at once, each on a thread; their results, or the first error."""
+    """Runs the functions at once, each on a thread; returns their results, or raises the first error."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         return [future.result(240) for future in [pool.submit(body, *args) for body, args in bodies]]
 
 
 def run_jobs(body: Callable[..., None], backend: str) -> None:
-    """body(rank, size, store, backend) on two ranks, which make their own communicators: processes, or threads."""
+    """Runs body(rank, size, store, backend) on two ranks, which make their own communicators: processes, or threads."""
     if backend == "local":
         store = dist.HashStore()
         run_threads([(body, (rank, 2, store, backend)) for rank in range(2)])
@@ -44,7 +45,7 @@ def run_jobs(body: Callable[..., None], backend: str) -> None:
 
 
 def in_fork(body: Callable[[], object]) -> tuple[int, str]:
-    """Runs `body` in a fork of this process; its exit status, and its traceback if it raised or did not end."""
+    """Runs `body` in a fork of this process; returns its exit status, and its traceback if it raised or did not end."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -72,7 +73,7 @@ def run_fork(comm: to.TorchComm) -> None:
     buffer = to.create_comm_overlap_buffer(
         comm, to.CommOverlapType.RS, to.CommOverlapMethod.BULK, [8, 4], torch.float32
     )
-    parents = [to.ops.all_reduce_async(torch.ones(3), comm) for _ in range(100)]  # some still go on at the fork
+    parents = [to.ops.all_reduce_async(torch.ones(3), comm) for _ in range(100)]  # some are still running at the fork
     refused = f"expected the process that made communicator '{comm.get_name()}', got a fork of it"
 
     def child() -> None:
@@ -81,7 +82,7 @@ def run_fork(comm: to.TorchComm) -> None:
             comm.all_reduce(x, SUM, async_op=False)
         with pytest.raises(to.StateError, match=refused):
             comm.split([0])
-        # The store's connection, over which ranks meet for these, is the parent's.
+        # The connection to the store, over which ranks meet for these, belongs to the parent.
         with pytest.raises(to.StateError, match=refused):
             window.tensor_deregister()
         with pytest.raises(to.StateError, match=refused):
@@ -97,12 +98,12 @@ def run_fork(comm: to.TorchComm) -> None:
             comm.finalize()
         comm.abort()
         assert comm.get_rank() in (0, 1)
-        # It makes one of its own, also under the same name.
+        # The fork makes one of its own, also under the same name.
         with to.new_comm("local", "cpu", comm.get_name(), store=dist.HashStore(), rank=0, size=1) as mine:
             mine.all_reduce(x, SUM, async_op=False)
             for later in [to.ops.all_reduce_async(torch.ones(3), mine) for _ in range(200)]:
                 assert to.ops.wait_tensor(later).tolist() == [1.0] * 3
-            assert torch.ops.torch_overlap._pending_works() <= left  # what the parent waits for stays
+            assert torch.ops.torch_overlap._pending_works() <= left  # works that the parent waits for remain
 
     status, text = in_fork(child)
     assert status == 0, text
@@ -111,7 +112,7 @@ def run_fork(comm: to.TorchComm) -> None:
     for later in parents:
         assert to.ops.wait_tensor(later).tolist() == [2.0] * 3
     to.destroy_comm_overlap_buffer(buffer)
-    comm.all_reduce(x, SUM, async_op=True).wait()  # the parent goes on
+    comm.all_reduce(x, SUM, async_op=True).wait()  # the parent's operations continue
     assert x.tolist() == [4.0] * 8
     window.put(torch.full((4,), 5.0), 1 - comm.get_rank(), 0, False, signal=True)
     window.wait_signal(1 - comm.get_rank(), False)
@@ -165,7 +166,7 @@ class Server:
 @pytest.mark.parametrize("seconds", [None, 0.0, 0.5])
 @pytest.mark.parametrize("backend", ["gloo", "local"])
 def test_a_store_that_dies_while_ranks_meet_is_an_error_at_once(backend: str, seconds: float | None) -> None:
-    """Also before one has made its connection, which it would try for as long as the store's timeout."""
+    """A call fails even before a rank has made its connection, which it would retry for the timeout of the store."""
     server = Server()
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=60))
     if seconds is None:
@@ -194,9 +195,9 @@ def run_without_store(rank: int, size: int, store: Any, backend: str) -> None:
         server.kill()
     comm.barrier(False)
     x = torch.ones(4)
-    comm.all_reduce(x, SUM, async_op=True).wait()  # what is connected stays so
+    comm.all_reduce(x, SUM, async_op=True).wait()  # existing connections stay usable
     assert x.tolist() == [2.0] * 4
-    soon = timedelta(seconds=2)  # of what waits for the store; the ranks wait for each other as long as before
+    soon = timedelta(seconds=2)  # limit of waits for the store; the ranks wait for each other with the old limit
     comm.set_timeout(soon)
     begin = time.monotonic()
     with pytest.raises(to.Error, match="expected the store to answer, got"):
@@ -219,7 +220,7 @@ def test_a_store_that_dies_later_stops_only_what_needs_it(backend: str) -> None:
 def run_wrong_size(rank: int, size: int, store: Any, backend: str) -> None:
     said = size + rank
     other = 1 - rank
-    for attempt in range(2):  # at the second, the other one has surely said its size
+    for attempt in range(2):  # at the second, the other one has certainly published its size
         with pytest.raises(to.OperationTimeoutError, match=r"expected \d ranks within 4000 ms, got none of") as raised:
             to.new_comm(backend, "cpu", "odd", store=store, rank=rank, size=said, timeout=timedelta(seconds=4))
         store.set(f"expired/{attempt}/{rank}", "")
@@ -302,11 +303,11 @@ def test_hooks_that_raise_leave_the_communicator_as_it_was(backend: str) -> None
     run_ranks(run_hooks, 2, backend=backend)
 
 
-# ---- what is left behind
+# ---- resources left over
 
 
 def resources() -> tuple[int, int, int, int]:
-    """Threads, descriptors, resident memory in MiB, and mappings of shared memory."""
+    """Returns the numbers of threads and descriptors, resident memory in MiB, and mappings of shared memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     shared = Path("/proc/self/maps").read_text().count("memfd:torch_overlap")
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages * 4096 >> 20, shared
@@ -330,7 +331,7 @@ def run_many(rank: int, size: int, store: Any, backend: str, count: int) -> tupl
             window.put(torch.full((1,), float(turn)), 1 - rank, rank, False, signal=True)
             window.wait_signal(1 - rank, False)
             assert window.get_tensor()[1 - rank] == turn
-            to.ops.all_gather_matmul(x.view(2, 2500), [torch.ones(3, 2500)], child, algorithm="ring")
+            to.ops.all_gather_matmul(x.view(2, 2500), [torch.ones(3, 2500)], child, algorithm="p2p")
             child.finalize()
         comm.finalize() if turn % 2 == 0 else comm.abort()
 
@@ -339,7 +340,7 @@ def run_many(rank: int, size: int, store: Any, backend: str, count: int) -> tupl
     before = resources()
     for turn in range(count):
         once(turn)
-    deadline = time.monotonic() + 60  # threads that were told to end may take a moment
+    deadline = time.monotonic() + 60  # threads that were asked to end may need a moment
     while resources()[0] > before[0] and time.monotonic() < deadline:
         time.sleep(0.1)
     return before, resources()

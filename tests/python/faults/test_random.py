@@ -1,7 +1,7 @@
 """Random operations against a reference: operation, dtype, size, group, sync or async, thread.
 
-500 draws; `make stress` does 10,000 (TORCH_OVERLAP_STRESS=20). TEST_SEED repeats a run, whose seed a failure prints.
-gpu/test_random.py is the same over NCCL, where streams come in too.
+500 draws; `make stress` runs 10,000 (TORCH_OVERLAP_STRESS=20). TEST_SEED repeats a run, whose seed a failure prints.
+gpu/test_random.py is the same over NCCL, with streams in addition.
 """
 
 import os

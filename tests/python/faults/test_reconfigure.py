@@ -1,4 +1,4 @@
-"""reconfigure: survivors form the communicator again, smaller, larger, in another order; and what it refuses."""
+"""reconfigure: survivors form the communicator again, smaller, larger, in another order; and invalid calls."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def make(backend: str, rank: int, size: int, store: Any, name: str = "again", **
 
 
 def run(fn: Any, size: int, backend: str, *args: Any) -> list[Any]:
-    """fn(rank, size, store, backend, *args) on processes, or on threads for `local`."""
+    """Runs fn(rank, size, store, backend, *args) on processes, or on threads for `local`."""
     if backend != "local":
         return run_ranks(fn, size, backend, *args, comm=False)
     import torch.distributed as dist
@@ -53,7 +53,7 @@ def handles_of(comm: to.TorchComm) -> list[str]:
 
 
 def check_values(comm: to.TorchComm, ranks: list[int], me: int) -> None:
-    """All members, known by a number of their own, are there and in the order of `ranks`."""
+    """Checks that all members, known by a number of their own, are present and in the order of `ranks`."""
     assert comm.get_size() == len(ranks)
     assert comm.get_rank() == ranks.index(me)
     assert comm.get_ranks_in_world() == list(range(len(ranks)))
@@ -103,7 +103,7 @@ def test_survivors_form_a_smaller_communicator(backend: str, how: str) -> None:
 
 
 def run_stopped(rank: int, size: int, store: Any) -> None:
-    """A rank that was stopped, given up by the others, and goes on: it hears of it, and disturbs nobody."""
+    """A rank is stopped, given up by the others, and continues: it gets an error, and disturbs no other rank."""
     comm = make("gloo", rank, size, store)
     handles = handles_of(comm)
     stopped = size - 1
@@ -146,7 +146,7 @@ def run_order(rank: int, size: int, store: Any, backend: str) -> None:
     order = [2, 0, 1]
     comm.reconfigure(1, [handles[r] for r in order])
     check_values(comm, order, rank)
-    comm.reconfigure(2, set(handles))  # those of one generation keep its order
+    comm.reconfigure(2, set(handles))  # handles of one generation keep its order
     check_values(comm, order, rank)
     assert comm.get_generation() == 2
     comm.finalize()
@@ -203,7 +203,7 @@ def run_missing(rank: int, size: int, store: Any, backend: str) -> None:
     handles = handles_of(comm)
     if rank == 1:
         store.wait(["expired/0", "expired/2"], timedelta(seconds=60))
-        # Late: the others are gone from there. The store may take its time on a loaded machine.
+        # Late: the others have already left. The store may be slow on a loaded machine.
         with pytest.raises(to.OperationTimeoutError, match="got none of"):
             comm.reconfigure(10, handles, timeout=timedelta(seconds=15))
         comm.abort()
@@ -275,7 +275,7 @@ def test_works_of_before_end_with_an_error_and_hooks_stay(backend: str) -> None:
 def run_abort(rank: int, size: int, store: Any, backend: str) -> None:
     comm = make(backend, rank, size, store)
     handles = handles_of(comm)
-    threading.Timer(2, comm.abort).start()  # by then it waits
+    threading.Timer(2, comm.abort).start()  # it waits by then
     begin = time.monotonic()
     with pytest.raises(to.StateError, match="expected no abort"):
         comm.reconfigure(1, [*handles, "nobody"])
@@ -316,7 +316,7 @@ def test_what_it_refuses() -> None:
         comm.reconfigure(1, [mine], timeout=timedelta(0))
     with pytest.raises(to.InvalidValueError, match="is_high_priority_stream"):
         comm.reconfigure(1, [mine], hints={"is_high_priority_stream": "perhaps"})
-    comm.barrier(False)  # nothing has happened yet
+    comm.barrier(False)  # nothing was sent
     comm.reconfigure(1, ["a", "b", "c", mine])
     assert (comm.get_rank(), comm.get_size()) == (3, 4)
     out = torch.zeros(4)

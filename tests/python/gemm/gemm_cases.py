@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# which of lhs and rhs are transposed (T)
+# transposition (T) of lhs and rhs
 LAYOUTS = {"NN": (False, False), "NT": (False, True), "TN": (True, False), "TT": (True, True)}
 BLOCK = {ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING}
 TENSOR = {ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.DELAYED_TENSOR_SCALING}
@@ -28,7 +28,7 @@ EPILOGUES = ("none", "bias", "gelu", "gelu_aux", "bias_gelu", "bias_gelu_aux", "
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """MXFP8 scales in tiles of 128 rows x 4, written element by element as the layout is described."""
+    """Returns MXFP8 scales in tiles of 128 rows x 4, written element by element as the layout is documented."""
     rows, blocks = scales.shape
     tiles, depth = -(-rows // 128), -(-blocks // 4)
     row, block = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
@@ -39,7 +39,7 @@ def swizzle(scales: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, mode: ScalingMode, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, k] in 8 bits along k: data, scale_inv, and the float64 values they stand for."""
+    """Returns x [rows, k] quantized to 8 bits along k: data, scale_inv, and the float64 values that they represent."""
     rows, k = x.shape
     largest = torch.finfo(dtype).max
     if mode in TENSOR:
@@ -67,7 +67,7 @@ def quantize(x: Tensor, mode: ScalingMode, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def padded_rows(x: Tensor, extra: int = 16) -> Tensor:
-    """The same matrix as part of longer rows."""
+    """Returns the same matrix as part of longer rows."""
     wide = torch.full((x.shape[0], x.shape[1] + extra), 7.0, device=x.device).to(x.dtype)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
@@ -75,7 +75,7 @@ def padded_rows(x: Tensor, extra: int = 16) -> Tensor:
 
 @dataclass
 class Case:
-    """One problem, its outputs poisoned, and what they must become."""
+    """One problem, its poisoned outputs, and their expected values."""
 
     args: GemmArgs
     expected: dict[str, Tensor] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Case:
         return value
 
     def check(self) -> None:
-        """Every element of every output."""
+        """Checks every element of every output."""
         for name, expected in self.expected.items():
             got = self.output(name).double().reshape(expected.shape)
             error = (got - expected).abs()
@@ -115,14 +115,14 @@ def gelu_derivative(x: Tensor) -> Tensor:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Of one rounding to nearest, relative."""
+    """Returns the relative error of one rounding to nearest."""
     return torch.finfo(dtype).eps / 2
 
 
 def make_operand(
     side: str, x: Tensor, transposed: bool, mode: ScalingMode, dtype: torch.dtype, *, swizzled: bool, padded: bool
 ) -> tuple[GemmOperand, Tensor]:
-    """op(X) = x [m, k] or [k, n], and the values that are multiplied."""
+    """Returns op(X) = x [m, k] or [k, n], and the values that are multiplied."""
     stored = x.t().contiguous() if transposed else x
     if mode == ScalingMode.NO_SCALING:
         data = stored.to(dtype)
@@ -174,7 +174,8 @@ def make_case(
     rounds_product: bool = False,
     **more: object,
 ) -> Case:
-    """Allowed beside float32 sums, relative: `product_error` of sum |lhs||rhs|, `sum_error` of a sum of rows of out."""
+    """Errors allowed in addition to float32 sums, relative: `product_error` of sum |lhs||rhs|, `sum_error` of a sum
+    of rows of out."""
     lhs_t, rhs_t = LAYOUTS[layout]
     lhs_mode, rhs_mode = SCALINGS[scaling] if scaling else (ScalingMode.NO_SCALING,) * 2
     out_dtype = out_dtype or (torch.bfloat16 if scaling else dtype)
@@ -187,7 +188,7 @@ def make_case(
         wide = torch.full((*shape[:-1], shape[-1] + (16 if padded else 0)), float("nan"), device=device).to(dtype)
         return wide[..., : shape[-1]]
 
-    # Rows and columns of different sizes: a factor in the wrong place shows.
+    # Scales of rows and columns differ, so that a misplaced factor is detected.
     lhs, lhs_values = make_operand(
         "lhs", draw(m, k) * torch.exp2(draw(m, 1)), lhs_t, lhs_mode, dtype, swizzled=swizzled, padded=padded
     )
@@ -240,14 +241,14 @@ def make_case(
         expect("bias_grad", lhs_values.sum(1), magnitude * (unit * (k + 8) + product_error), extra)
     if out_dtype in (E4M3, E5M2):
         scale = torch.tensor([0.7], device=device) / value.abs().amax().float() * torch.finfo(out_dtype).max * 2
-        tensors["out_scale"] = scale.reshape(1)  # half of the range is saturated
+        tensors["out_scale"] = scale.reshape(1)  # half of the range saturates
         tensors["out_amax"] = torch.full((1,), float("nan"), device=device)
         amax = value.abs().amax().reshape(1)
         expect("out_amax", amax, error.amax().reshape(1), torch.float32)
         largest = torch.finfo(out_dtype).max
         factor = tensors["out_scale"].double()
         value, error = (value * factor).clamp(-largest, largest), error * factor
-        error = error + value.abs() * rounding(out_dtype)  # a value between two may go either way
+        error = error + value.abs() * rounding(out_dtype)  # a value halfway between two may round either way
     out = make(m, n, dtype=out_dtype)
     if accumulate or residual:
         added = out if accumulate else make(m, n, dtype=out_dtype)

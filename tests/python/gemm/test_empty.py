@@ -1,4 +1,4 @@
-"""gemm, grouped_gemm and quantization of operands without elements, whatever their strides."""
+"""gemm, grouped_gemm and quantization of operands without elements, with any strides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_plain_products(strides: str, lhs_transposed: bool, rhs_transposed: bool
         one, two = ops.grouped_gemm([lhs, lhs], [rhs, rhs], [bias[:n], None], **flags)
         torch.testing.assert_close(one, bias[:n].expand(m, n))
         torch.testing.assert_close(two, torch.zeros(m, n))
-        # Where there is nothing of the output, what lies beside it has no strides that count either.
+        # If the output has no elements, the strides of the tensors stored with it do not matter either.
         if m == 0:
             given = make(m, n)
             _, bias_grad, *_ = ops.gemm(lhs, None, rhs, None, None, given, fuse_bias=True, fuse_gelu=True, grad=True,

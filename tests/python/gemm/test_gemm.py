@@ -40,7 +40,7 @@ def test_scaled(scaling, layout, epilogue):
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_a_residual_in_the_place_of_the_result(epilogue):
-    """The same as accumulate."""
+    """Same meaning as accumulate."""
     case = make_case(33, 40, 50, dtype=torch.bfloat16, epilogue=epilogue, accumulate=True, padded=True)
     args = case.args
     more = {name: getattr(args, name) for name in ("bias", "gelu", "pre_gelu_out", "gelu_input", "bias_grad")}
@@ -113,7 +113,7 @@ def test_sums_of_nothing_are_zero(quantized):
     gemm(GemmArgs(part(args.lhs, 0), args.rhs, poison(0, 32, dtype=out_dtype), **no_rows, **more))
     assert torch.equal(no_rows["bias_grad"], torch.zeros(32, dtype=torch.bfloat16))
     assert not quantized or more["out_amax"].item() == 0
-    sums = poison(16, dtype=torch.float32)  # of lhs, over k
+    sums = poison(16, dtype=torch.float32)  # sums of lhs over k
     gemm(GemmArgs(args.lhs, part(args.rhs, 0), poison(16, 0, dtype=out_dtype), bias_grad=sums, **more))
     torch.testing.assert_close(sums, (args.lhs.data.double() * args.lhs.scale_inv.double()).sum(1).float())
 

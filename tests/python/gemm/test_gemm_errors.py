@@ -1,4 +1,4 @@
-"""Every refusal: its class, and what its message names. Nothing is computed."""
+"""Every invalid call: the class of its error, and the argument that the message names. Nothing is computed."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ PARTS = ["scaling", "scale_inv", "swizzled", "columnwise_data", "columnwise_scal
 
 
 def changed(args, **changes):
-    """`args` with other values; lhs__data=... is the data of lhs."""
+    """Returns `args` with other values; lhs__data=... is the data of lhs."""
     operands = []
     for side in ("lhs", "rhs"):
         operand = getattr(args, side)
@@ -72,15 +72,15 @@ def test_out_apart_from_the_operands():
     args = make_case(32, 32, 32).args
     for name in ("lhs", "rhs"):
         operand = getattr(args, name).data
-        refuses(VALUE, f"out to be apart from {name}", changed(args, out=operand))
+        refuses(VALUE, f"out not to overlap {name}", changed(args, out=operand))
     memory = zeros(48, 32, dtype=args.out.dtype)
-    refuses(VALUE, "out to be apart from lhs", changed(args, lhs__data=memory[:32], out=memory[16:]))
+    refuses(VALUE, "out not to overlap lhs", changed(args, lhs__data=memory[:32], out=memory[16:]))
     wide = zeros(32, 64, dtype=args.out.dtype)
-    gemm(changed(args, lhs__data=wide[:, :32], out=wide[:, 32:]))  # side by side
+    gemm(changed(args, lhs__data=wide[:, :32], out=wide[:, 32:]))  # adjacent
 
 
 def elsewhere(x):
-    """The same memory as another storage."""
+    """Returns the same memory as another storage."""
     return torch.from_dlpack(x)
 
 
@@ -88,30 +88,30 @@ def test_what_is_written_is_apart_from_all_else():
     args = make_case(32, 32, 32).args
     memory = zeros(48, 32)
     for place in (lambda x: x, elsewhere):
-        refuses(VALUE, "out to be apart from lhs", changed(args, lhs__data=place(memory)[:32], out=memory[16:]))
-        refuses(VALUE, "out to be apart from rhs", changed(args, rhs__data=place(memory)[16:], out=memory[:32]))
+        refuses(VALUE, "out not to overlap lhs", changed(args, lhs__data=place(memory)[:32], out=memory[16:]))
+        refuses(VALUE, "out not to overlap rhs", changed(args, rhs__data=place(memory)[16:], out=memory[:32]))
         wide = zeros(40, 64)
         crossing = changed(args, lhs__data=place(wide)[:32, :32], out=wide[8:, 16:48])
-        refuses(VALUE, "out to be apart from lhs", crossing)
-        refuses(VALUE, "out to be apart from bias", changed(args, bias=place(args.out)[3]))
+        refuses(VALUE, "out not to overlap lhs", crossing)
+        refuses(VALUE, "out not to overlap bias", changed(args, bias=place(args.out)[3]))
         gelu = zeros(64, 32)
-        refuses(VALUE, "out to be apart from pre_gelu_out",
+        refuses(VALUE, "out not to overlap pre_gelu_out",
                 changed(args, out=gelu[:32], gelu=True, pre_gelu_out=place(gelu)[31:63]))  # fmt: skip
-        refuses(VALUE, "pre_gelu_out to be apart from rhs",
+        refuses(VALUE, "pre_gelu_out not to overlap rhs",
                 changed(args, rhs__data=gelu[:32], gelu=True, pre_gelu_out=place(gelu)[31:63]))  # fmt: skip
-        refuses(VALUE, "out to be apart from gelu_input", changed(args, gelu_input=place(args.out)))
-        refuses(VALUE, "bias_grad to be apart from lhs", changed(args, bias_grad=place(args.lhs.data)[0]))
+        refuses(VALUE, "out not to overlap gelu_input", changed(args, gelu_input=place(args.out)))
+        refuses(VALUE, "bias_grad not to overlap lhs", changed(args, bias_grad=place(args.lhs.data)[0]))
         work = zeros(4096, dtype=torch.uint8)
-        refuses(VALUE, "out to be apart from workspace",
+        refuses(VALUE, "out not to overlap workspace",
                 changed(args, out=work.view(torch.float32).view(32, 32), workspace=place(work)))  # fmt: skip
     eight = make_case(16, 32, 64, dtype=E4M3, scaling="current", out_dtype=E4M3).args
-    refuses(VALUE, "out_amax to be apart from out_scale", changed(eight, out_amax=elsewhere(eight.out_scale)))
-    refuses(VALUE, "out_amax to be apart from scale_inv of lhs", changed(eight, out_amax=eight.lhs.scale_inv))
+    refuses(VALUE, "out_amax not to overlap out_scale", changed(eight, out_amax=elsewhere(eight.out_scale)))
+    refuses(VALUE, "out_amax not to overlap scale_inv of lhs", changed(eight, out_amax=eight.lhs.scale_inv))
 
 
 @pytest.mark.parametrize("strides", [(64, 64), (64, 96)])
 def test_rows_that_interleave_are_found_exactly(seed, strides):
-    """Every placing of out and lhs [4, 8] of these row strides in one memory: refused if they have an element in
+    """Every placement of out and lhs [4, 8] with these row strides in one memory: refused if they have an element in
     common."""
     generator = torch.Generator().manual_seed(seed)
     memory = torch.zeros(600)
@@ -123,7 +123,7 @@ def test_rows_that_interleave_are_found_exactly(seed, strides):
         used = [{begin + row * stride + column for row in range(4) for column in range(8)}
                 for stride, begin in zip(strides, at, strict=True)]  # fmt: skip
         if used[0] & used[1]:
-            refuses(VALUE, "out to be apart from lhs", changed(args, lhs__data=lhs, out=out))
+            refuses(VALUE, "out not to overlap lhs", changed(args, lhs__data=lhs, out=out))
             refused += 1
         else:
             gemm(changed(args, lhs__data=lhs, out=out))
@@ -136,7 +136,7 @@ def test_residuals():
     args = plain()
     refuses(VALUE, "residual or accumulate, got both", changed(args, residual=zeros(16, 32), accumulate=True))
     refuses(VALUE, r"residual of shape \[16, 32\], got \[16, 31\]", changed(args, residual=zeros(16, 31)))
-    refuses(VALUE, "residual whose rows are contiguous and apart", changed(args, residual=zeros(32, 16).t()))
+    refuses(VALUE, "residual whose rows are contiguous and do not overlap", changed(args, residual=zeros(32, 16).t()))
     refuses(
         TYPE,
         "residual of the dtype of out, torch.float32, got torch.float16",
@@ -153,24 +153,24 @@ def test_residuals():
     refuses(UNSUPPORTED, "no residual for 8-bit out, got one", changed(eight_bits, residual=zeros(16, 32).bfloat16()))
     with pytest.raises(TYPE, match="gemm: expected residual on cpu, the device of lhs, got meta; move it"):
         gemm(changed(args, residual=zeros(16, 32).to("meta")))
-    # As a whole in the place of out, or apart.
+    # The residual is exactly out, or shares no element with it.
     memory = zeros(24, 32)
-    refuses(VALUE, "out to be apart from residual", changed(args, out=memory[8:], residual=memory[:16]))
+    refuses(VALUE, "out not to overlap residual", changed(args, out=memory[8:], residual=memory[:16]))
     memory = zeros(16, 64)
     gemm(changed(args, out=memory[:, 32:], residual=memory[:, :32]))
     gemm(changed(args, out=memory[:, 32:], residual=memory[:, 32:]))
     wide = zeros(31, 32)
-    refuses(VALUE, "out to be apart from residual", changed(args, out=wide[:16], residual=wide[::2]))
+    refuses(VALUE, "out not to overlap residual", changed(args, out=wide[:16], residual=wide[::2]))
     long = zeros(17, 70)
     for residual in (long[:16, 8:40], long[1:, 8:40], long[:16, 31:63], long[1:, :32]):
-        refuses(VALUE, "out to be apart from residual", changed(args, out=long[:16, :32], residual=residual))
-    refuses(VALUE, "out to be apart from residual", changed(args, out=long[:16, 30:62], residual=long[1:, :32]))
+        refuses(VALUE, "out not to overlap residual", changed(args, out=long[:16, :32], residual=residual))
+    refuses(VALUE, "out not to overlap residual", changed(args, out=long[:16, 30:62], residual=long[1:, :32]))
     for residual in (long[:16, 32:64], long[1:, 32:64], long[:16, 38:]):
         gemm(changed(args, out=long[:16, :32], residual=residual))
     gemm(changed(args, out=long[:16, 38:], residual=long[1:, :32]))
     apart = zeros(33, 32)
     for residual in (apart[1::2], elsewhere(apart)[4:20]):  # other strides, another storage
-        refuses(VALUE, "out to be apart from residual", changed(args, out=apart[:16], residual=residual))
+        refuses(VALUE, "out not to overlap residual", changed(args, out=apart[:16], residual=residual))
     gemm(changed(args, out=apart[:16], residual=zeros(32, 32)[::2]))
 
 
@@ -183,7 +183,7 @@ def test_products_of_a_group_are_apart():
                 to.gemm.grouped_gemm(group)
             assert "; products of a group run side by side" in str(raised.value)
 
-    both = r"(out of product \d of the group to be apart from {} of product \d)"
+    both = r"(out of product \d of the group not to overlap {} of product \d)"
     refuses_both(both.format("out"), one, changed(other, out=one.out))
     memory = zeros(15, 16)
     refuses_both(both.format("out"), changed(one, out=memory[:8]), changed(other, out=elsewhere(memory)[7:]))
@@ -192,7 +192,7 @@ def test_products_of_a_group_are_apart():
     refuses_both(both.format("bias"), one, changed(other, bias=one.out[7]))
     scratch = zeros(1 << 12, dtype=torch.uint8)
     refuses_both("workspace of product", changed(one, workspace=scratch), changed(other, workspace=scratch[64:]))
-    to.gemm.grouped_gemm([changed(one, workspace=scratch), changed(other, workspace=scratch)])  # each has a part of it
+    to.gemm.grouped_gemm([changed(one, workspace=scratch), changed(other, workspace=scratch)])  # each uses a part of it
     wide, shared = zeros(8, 32), zeros(8, 24)
     to.gemm.grouped_gemm([changed(one, lhs__data=shared, out=wide[:, :16]),
                           changed(other, lhs__data=shared, out=wide[:, 16:])])  # fmt: skip
@@ -201,9 +201,11 @@ def test_products_of_a_group_are_apart():
 def test_strides():
     args = plain()
     columns = zeros(48, 16).t()
-    refuses(VALUE, "lhs whose rows are contiguous and apart", changed(args, lhs__data=columns))
-    refuses(VALUE, "rhs whose rows are contiguous and apart", changed(args, rhs__data=zeros(1, 48).expand(32, 48)))
-    refuses(VALUE, "out whose rows are contiguous and apart", changed(args, out=zeros(32, 16).t()))
+    refuses(VALUE, "lhs whose rows are contiguous and do not overlap", changed(args, lhs__data=columns))
+    refuses(
+        VALUE, "rhs whose rows are contiguous and do not overlap", changed(args, rhs__data=zeros(1, 48).expand(32, 48))
+    )
+    refuses(VALUE, "out whose rows are contiguous and do not overlap", changed(args, out=zeros(32, 16).t()))
     aux = changed(args, gelu=True, pre_gelu_out=zeros(32, 16).t())
     refuses(VALUE, "pre_gelu_out whose rows are contiguous", aux)
     refuses(VALUE, "bias whose rows are contiguous", changed(args, bias=zeros(64)[::2]))

@@ -19,7 +19,7 @@ CURRENT, DELAYED = ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.DELAYED_TENSO
 SCALED = [CURRENT, DELAYED, MXFP8, BLOCK_1D]
 LAYOUTS = list(itertools.product([False, True], repeat=2))
 raw = torch.ops.torch_overlap.gemm
-# Comparing inputs before and after, torch cannot do for 8-bit floats.
+# torch cannot compare inputs before and after for 8-bit floats.
 UTILITIES = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -30,7 +30,8 @@ def data(seed):
 
 
 def check(got, want, terms=1.0):
-    """Every element within the rounding of its dtype and of a float32 sum whose terms' magnitudes add up to `terms`."""
+    """Checks every element to the rounding of its dtype and of a float32 sum whose terms' magnitudes add up to
+    `terms`."""
     assert got.shape == want.shape, f"expected {tuple(want.shape)}, got {tuple(got.shape)}"
     sums = 1e-12 if got.dtype is torch.float64 else 1e-5
     tolerance = torch.finfo(got.dtype).eps * want.abs() + sums * terms + torch.finfo(got.dtype).smallest_normal
@@ -47,7 +48,7 @@ def magnitude(lhs, rhs):
 
 
 def flat(tensor, boundary, transposed):
-    """The matrix op(tensor) in float64, by the definition."""
+    """Returns the matrix op(tensor) in float64, by the definition."""
     boundary = boundary + tensor.dim() if boundary < 0 else boundary
     matrix = tensor.double().reshape(math.prod(tensor.shape[:boundary]), math.prod(tensor.shape[boundary:]))
     return matrix.t() if transposed else matrix
@@ -159,7 +160,7 @@ def test_bias_grad_takes_the_dtype_of_the_bias(data):
 @pytest.mark.parametrize("fuse_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gelu_backward(dtype, fuse_bias, data):
-    """dh = (dy w) gelu'(h), and the gradient of the bias that h had."""
+    """dh = (dy w) gelu'(h), and the gradient of the bias of h."""
     dy, w, h = data(3, 8, 16, dtype=dtype), data(16, 24, dtype=dtype), data(3, 8, 24, dtype=dtype)
     dh, db, pre, _ = ops.gemm(dy, None, w, None, None, h, fuse_gelu=True, fuse_bias=fuse_bias, grad=True)
     at = h.double().requires_grad_()
@@ -223,7 +224,7 @@ def test_weights_in_128_x_128_blocks(data):
 
 
 def test_an_operand_along_k_may_be_a_transposed_view(data):
-    """w8.t() lies along k as w8 does: no copy, no column-wise data."""
+    """w8.t() is contiguous along k like w8: no copy and no columnwise data are needed."""
     x8, xs = quantized(data(32, 64), CURRENT)
     w8, ws = quantized(data(48, 64), CURRENT)
     want = ops.gemm(x8, xs, w8, ws, scaling_mode=CURRENT, rhs_transposed=True)[0]
@@ -443,7 +444,7 @@ def scaled(mode=CURRENT, scale=lambda: f32(1), **options):
 
 VALUE, TYPE, UNSUPPORTED = to.InvalidValueError, to.InvalidTypeError, to.UnsupportedError
 E8 = torch.float8_e8m0fnu
-# On Meta tensors as well.
+# Also on Meta tensors.
 ERRORS = [
     (call(lambda: f32(4, 8), lambda: f32(7, 6)), VALUE, "as many contracted elements in rhs as in lhs, 8, got 7"),
     (call(lambda: f32(4, 8), lambda: f32(8, 6).bfloat16()), TYPE, "rhs of dtype torch.float32 as lhs, got torch.bf"),
@@ -489,7 +490,7 @@ ERRORS = [
     (plain(out_dtype=torch.bfloat16), TYPE, "expected out_dtype"),
     (scaled(out_dtype=torch.float64), TYPE, "expected out_dtype"),
 ]  # fmt: skip
-# Of the GEMM layer, which looks at data.
+# Errors of the GEMM layer, which depend on data.
 LAYER_ERRORS = [
     (call(lambda: f8(32, 16), lambda: f8(16, 32), lambda: f32(1), lambda: f32(1), scaling_mode=CURRENT,
           rhs_transposed=True, lhs_transposed=True), VALUE, "missing column-wise usage"),

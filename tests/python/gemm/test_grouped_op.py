@@ -74,7 +74,7 @@ def test_scaled_groups(mode, split, data):
     biases = [data(n, dtype=torch.bfloat16) for _, n, _ in sizes]
     of_weights, of_rows = mode, mode
     if mode == ScalingMode.DELAYED_TENSOR_SCALING:
-        of_weights = of_rows = CURRENT  # whose factors come from the tensor itself
+        of_weights = of_rows = CURRENT  # factors are computed from the tensor itself
     elif mode == ScalingMode.BLOCK_2D_SCALING:
         of_rows = BLOCK_1D
     lhs8, lhs_scales = zip(*(ops.quantize(x, of_rows)[:2] for x in lhs), strict=True)

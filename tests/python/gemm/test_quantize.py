@@ -1,4 +1,4 @@
-"""Quantization, element by element against what its definition gives in float64; special values; operators as such."""
+"""Quantization, element by element against its definition in float64; special values; use as operators."""
 
 import math
 
@@ -17,18 +17,18 @@ MXFP8, BLOCK_1D, BLOCK_2D = ScalingMode.MXFP8_1D_SCALING, ScalingMode.BLOCK_1D_S
 ROW = ScalingMode.ROW_SCALING
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 MODES = [CURRENT, MXFP8, BLOCK_1D, BLOCK_2D, ROW]
-# What opcheck's other utility does, comparing inputs before and after, torch cannot do for 8-bit floats.
+# opcheck's remaining utility compares inputs before and after, which torch cannot do for 8-bit floats.
 UTILITIES = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 def block_of(mode):
-    """Rows and columns that share a scale; None for all."""
+    """Returns the rows and columns that share a scale; None for all."""
     blocks = {MXFP8: (1, 32), BLOCK_1D: (1, 128), BLOCK_2D: (128, 128), ROW: (1, None)}
     return blocks.get(mode, (None, None))
 
 
 def blocks_of(shape, mode):
-    """The scale's index and the slices of each block of a matrix."""
+    """Yields the scale's index and the slices of each block of a matrix."""
     height, width = (size or max(full, 1) for size, full in zip(block_of(mode), shape, strict=True))
     for i in range(math.ceil(shape[0] / height)):
         for j in range(math.ceil(shape[1] / width)):
@@ -36,7 +36,7 @@ def blocks_of(shape, mode):
 
 
 def random_matrix(seed, rows, cols, dtype=torch.float32):
-    """Magnitudes of many orders, so that blocks differ."""
+    """Returns magnitudes of many orders, so that blocks differ."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-12, 8, (rows, 1), generator=generator) + torch.randint(
         -6, 6, (1, cols), generator=generator
@@ -46,7 +46,7 @@ def random_matrix(seed, rows, cols, dtype=torch.float32):
 
 
 def expected_scale_inv(amax, mode, dtype):
-    """float64 scale_inv of a block whose largest magnitude is `amax` > 0."""
+    """Returns the float64 scale_inv of a block whose largest magnitude is `amax` > 0."""
     largest = torch.finfo(dtype).max
     if mode is MXFP8:
         exponent = math.ceil(math.log2(amax / largest))  # the smallest power of two that does not saturate
@@ -55,7 +55,7 @@ def expected_scale_inv(amax, mode, dtype):
 
 
 def check_matrix(x, data, scale_inv, mode, dtype, swizzled=False):
-    """Every scale, and every element within half a step of the 8-bit type."""
+    """Checks every scale, and that every element is within half a step of the 8-bit type."""
     assert data.dtype is dtype
     assert data.is_contiguous()
     if swizzled:
@@ -191,7 +191,7 @@ def test_mxfp8_blocks_of_infinity_and_nan(dtype):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_every_power_of_two_as_the_largest_of_an_mxfp8_block(dtype):
-    """The exponent's edges: subnormal amax, the byte 0, amax just above and at the largest value of the type."""
+    """Limits of the exponent: subnormal amax, the byte 0, amax just above and at the largest value of the type."""
     largest = torch.finfo(dtype).max
     tops = torch.cat([torch.exp2(torch.arange(-149.0, 128.0)), torch.exp2(torch.arange(-130.0, 110.0)) * largest])
     tops = torch.cat([tops, torch.nextafter(tops, torch.tensor(math.inf))])
@@ -237,7 +237,7 @@ def test_delayed_scaling_over_steps(amax_compute, margin, dtype, seed):
         want = (x * scaling.scale).clamp(-largest, largest).to(dtype)
         assert_equal(y.data, want)
         assert_equal(y.columnwise_data, want.t().contiguous())
-        scaling.quantize(x / 2)  # a smaller one of the same step does not count
+        scaling.quantize(x / 2)  # a smaller amax of the same step has no effect
         scaling.update()
         amaxes.append(float(x.abs().max()))
         recent = amaxes[-1] if amax_compute == "most_recent" else max(amaxes[-3:])

@@ -1,4 +1,4 @@
-"""Rows and columns of a product, each by itself, are those of the whole."""
+"""Rows and columns of a product, each computed separately, equal those of the whole."""
 
 import pytest
 import torch

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 -m pytest tests/python/gpu -x
 
-Plain pytest runs test_torchrun.py alone, which starts that. A test with gpu(n) is skipped, on every rank, where there
-are fewer ranks.
+Plain pytest runs only test_torchrun.py, which starts that command. A test with gpu(n) is skipped on every rank if
+there are fewer ranks.
 """
 
 import gc
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_call():
     try:
         return (yield)
-    except NotImplementedError as error:  # an algorithm that is refused there, on all ranks alike
+    except NotImplementedError as error:  # an algorithm that is refused here, on all ranks alike
         if "ranks share a GPU" in str(error):
             pytest.skip(str(error))
         raise
@@ -47,7 +47,7 @@ def pytest_runtest_call():
 
 @pytest.fixture(scope="session")
 def make_comm():
-    """new_comm("nccl") that raises instead of ending the process, and is let go of at the end of the run."""
+    """Returns a new_comm("nccl") that raises instead of ending the process, and is released at the end of the run."""
     import torch
 
     import torch_overlap as to
@@ -60,7 +60,7 @@ def make_comm():
         return made[-1]
 
     yield make
-    # A graph that one rank still has, and another has not, would have the one wait for the other's NCCL.
+    # If one rank still has a graph that another has freed, the one would wait for the other's NCCL.
     gc.collect()
     for comm in made:
         if not comm.is_finalized() and not comm.is_aborted():
@@ -74,26 +74,26 @@ def comm(make_comm):
 
 @pytest.fixture(scope="session")
 def nccl_comm(make_comm):
-    """One that leaves all to NCCL, also what direct collectives would take."""
-    return make_comm("without_direct", hints={"direct_collectives": "off"})
+    """A communicator that leaves all to NCCL, including the calls of custom collectives."""
+    return make_comm("without_custom", hints={"custom_collectives": "off"})
 
 
 @pytest.fixture
 def on(request):
-    """The communicator that a test's parameters name: "comm" or "nccl_comm"."""
+    """Returns the communicator that a test's parameters name: "comm" or "nccl_comm"."""
     return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
 def ring(comm):
-    """This rank and its neighbours: (rank, right, left)."""
+    """Returns this rank and its neighbours: (rank, right, left)."""
     rank, size = comm.get_rank(), comm.get_size()
     return rank, (rank + 1) % size, (rank - 1) % size
 
 
 @pytest.fixture(scope="session")
 def seed(comm):
-    """Fresh in every run, equal on all ranks."""
+    """Returns a seed, new in every run, equal on all ranks."""
     import torch
 
     value = torch.randint(2**31, (1,), device="cuda")
@@ -104,7 +104,7 @@ def seed(comm):
 
 @pytest.fixture(autouse=True)
 def quiet_device(request):
-    """A test begins and ends with nothing on the device, and no rank leaves it before all are there."""
+    """The device is idle at the beginning and the end of a test, and no rank leaves it before all have arrived."""
     comm = request.getfixturevalue("comm") if IN_TORCHRUN else None
     yield
     if comm is not None:
@@ -116,7 +116,7 @@ def quiet_device(request):
 
 @pytest.fixture
 def gemm_draws(seed):
-    """Fresh data; what was counted of products, and how they are chosen, is as at the beginning."""
+    """Gives new data, and resets the counters and the tuning of products to their initial state."""
     import torch
 
     from torch_overlap import gemm

@@ -1,4 +1,4 @@
-"""Operations on static buffers, which graphs capture: see test_graphs.py and test_graph_soak.py."""
+"""Operations on static buffers, captured by graphs: see test_graphs.py and test_graph_soak.py."""
 
 import time
 
@@ -21,7 +21,7 @@ class Case:
         self.wrong = None  # a soak counts differences here, on the device
 
     def of(self, rank, step):
-        """Rank `rank`'s input in replay `step`."""
+        """Returns rank `rank`'s input in replay `step`."""
         return (self.base + 3 * rank + 5 * step).to(self.x.dtype)
 
     def all(self, step):
@@ -115,7 +115,7 @@ class AllGatherSingle(Case):
 
 
 def counts_of(size):
-    """A different number of elements for each rank, one of them none."""
+    """Returns a different number of elements for each rank; one of them has none."""
     return [0 if r == size - 1 else COUNT - 7 * r for r in range(size)]
 
 
@@ -250,7 +250,7 @@ class SendRecv(Case):
 
 
 class Ring(Case):
-    """Every rank sends to the next one and receives from the one before, in pieces."""
+    """Every rank sends to the next one and receives from the previous one, in pieces."""
 
     def issue(self, async_op):
         batch = self.comm.batch_op_create()
@@ -264,13 +264,13 @@ class Ring(Case):
 
 
 class Barrier(Case):
-    """Nobody is through before all have come: by the clock of the one host, with one rank that comes late."""
+    """No rank leaves before all have entered: by the clock of the one host, with one rank that is late."""
 
     def fill(self, step):
         super().fill(step)
         if self.rank == step % self.size:
             time.sleep(0.05)
-        self.came = time.monotonic()
+        self.arrivals = time.monotonic()
 
     def issue(self, async_op):
         return self.comm.barrier(async_op)
@@ -278,14 +278,15 @@ class Barrier(Case):
     def check(self, step):
         torch.cuda.synchronize()
         times = torch.zeros(self.size, 2, dtype=torch.float64, device="cuda")
-        mine = torch.tensor([self.came, time.monotonic()], dtype=torch.float64, device="cuda")
+        mine = torch.tensor([self.arrivals, time.monotonic()], dtype=torch.float64, device="cuda")
         self.comm.all_gather_single(times, mine, async_op=False)
-        came, went = times.unbind(1)
-        assert went.min() >= came.max()
+        arrivals, went = times.unbind(1)
+        assert went.min() >= arrivals.max()
 
 
 class CountedBarrier(Case):
-    """Each rank writes how often it has come into everybody's memory, and reads all counts after the barrier."""
+    """Each rank writes the number of its entries into the memory of all ranks, and reads all counts after the
+    barrier."""
 
     def __init__(self, comm):
         super().__init__(comm)
@@ -303,21 +304,21 @@ class CountedBarrier(Case):
         return self.comm.barrier(async_op)
 
     def check(self, step):
-        # A rank that is ahead may have come to the next barrier, and cannot have left it.
+        # A rank that is ahead may have entered the next barrier, and cannot have left it.
         self.wrong += ((self.counts < self.turn) | (self.counts > self.turn + 1)).sum()
 
 
 CASES = [AllReduce, AllReduceComposed, AllReducePremul, Reduce, Broadcast, AllGather, AllGatherSingle, AllGatherV,
          ReduceScatter, ReduceScatterSingle, ReduceScatterV, AllToAllSingle, AllToAll, AllToAllVSingle, Gather,
          GatherSingle, Scatter, Batch, SendRecv, Ring, Barrier]  # fmt: skip
-# What direct collectives do instead of NCCL at this size.
-DIRECT = [AllReduce, Broadcast, AllGather, AllGatherSingle, ReduceScatter, ReduceScatterSingle, AllToAllSingle,
+# Operations that custom collectives run instead of NCCL at this size.
+CUSTOM = [AllReduce, Broadcast, AllGather, AllGatherSingle, ReduceScatter, ReduceScatterSingle, AllToAllSingle,
           AllToAll, AllToAllVSingle]  # fmt: skip
 
 
 def each(kinds):
-    """Every operation as it comes, and by NCCL what direct collectives would take."""
-    grid = [("comm", kind) for kind in kinds] + [("nccl_comm", kind) for kind in DIRECT]
+    """Returns a mark: every operation with the default, and over NCCL those that custom collectives would run."""
+    grid = [("comm", kind) for kind in kinds] + [("nccl_comm", kind) for kind in CUSTOM]
     return pytest.mark.parametrize(
         ("on", "kind"), grid, indirect=["on"], ids=lambda value: getattr(value, "__name__", value)
     )
@@ -331,5 +332,5 @@ def capture(case, mode):
             work.wait()
     if work is not None:
         assert not work.is_completed()  # it runs at each replay
-        work.wait()  # the capture is over: nothing to do
+        work.wait()  # no-op: the capture is over
     return graph

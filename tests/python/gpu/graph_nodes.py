@@ -1,4 +1,4 @@
-"""The nodes of a captured call: kernels with their grid, cluster and priority, and how many copies."""
+"""The nodes of a captured call: kernels with their grid, cluster and priority, and the number of copies."""
 
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ def copy_of(node):
 
 
 def device_of(address):
-    """Where the memory is; of what is mapped, an address alone does not tell."""
+    """Returns the device of the memory; the address of mapped memory does not identify it."""
     status, handle = driver.cuMemRetainAllocationHandle(address)
     if status != driver.CUresult.CUDA_SUCCESS:
         device = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
@@ -70,7 +70,8 @@ def nodes_in(graph):
 
 
 def disable_all_but(graph, name):
-    """Of an instantiated graph that was kept: from now on no kernel without this name runs, and no copy."""
+    """Disables the copies, the fills and the kernels without this name in an instantiated graph whose source was
+    kept."""
     instance = driver.CUgraphExec(graph.raw_cuda_graph_exec())
     for node in nodes_in(graph):
         kind = checked(driver.cuGraphNodeGetType(node))
@@ -81,8 +82,8 @@ def disable_all_but(graph, name):
 
 
 def captured(issue):
-    """The nodes of what `issue` captures, which is never run: Kernel, Copy or the type of others; and its edges, as
-    pairs of indices."""
+    """Returns the nodes that `issue` captures, which never run (Kernel, Copy or the type of other nodes), and their
+    edges as pairs of indices."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -101,6 +102,6 @@ def captured(issue):
 
 
 def nodes_of(issue):
-    """The kernels of what `issue` captures, and the number of copies."""
+    """Returns the kernels that `issue` captures, and the number of copies."""
     nodes, _ = captured(issue)
     return [n for n in nodes if isinstance(n, Kernel)], sum(isinstance(n, Copy) for n in nodes)

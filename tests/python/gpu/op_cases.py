@@ -1,4 +1,4 @@
-"""Operators, and what rank r gets from everybody's inputs in plain torch: see test_ops.py and test_op_soak.py."""
+"""Operators, and the result of rank r from all ranks' inputs in plain torch: see test_ops.py and test_op_soak.py."""
 
 from typing import NamedTuple
 
@@ -20,19 +20,20 @@ EVEN = Sizes()
 
 
 class Case:
-    """An operator: the shapes of one rank's inputs, and what rank r gets from everybody's, in plain torch. Inputs of
-    the indices `shared` are equal on all ranks."""
+    """An operator: the shapes of one rank's inputs, and the result of rank r from all ranks' inputs, in plain torch.
+    Inputs of the indices `shared` are equal on all ranks."""
 
     def __init__(self, name, shapes, run, reference, shared=()):
         self.name, self.shapes, self.run, self.reference, self.shared = name, shapes, run, reference, shared
 
     def on(self, comm, dtype):
-        """The case with what it keeps for one communicator. Collective."""
+        """Returns the case with its state for one communicator. Collective."""
         return self
 
 
 def poison(comm, case, inputs):
-    """A call whose inputs are NaN leaves NaN where the next one stages data, and in the memory that its results get."""
+    """Calls the operator with NaN inputs. It leaves NaN in the memory that the next call stages data in or returns
+    results in."""
     case.run(comm, *[torch.full_like(t, float("nan")) for t in inputs])
 
 
@@ -117,7 +118,7 @@ def bulk_cases(algorithm, sizes=EVEN):
 
 
 def around(comm):
-    """To the next rank."""
+    """Pairs that send to the next rank."""
     return [(r, (r + 1) % comm.get_size()) for r in range(comm.get_size())]
 
 
@@ -167,9 +168,9 @@ CASES = [
          lambda every, r: every[(r - 1) % len(every)][0].clone()),
     Case("permute_async", X, lambda comm, x: ops.wait_tensor(ops.permute_async(x, comm, around(comm))),
          lambda every, r: every[(r - 1) % len(every)][0].clone()),
-    *(case for algorithm in ("sequential", "chunked", "ring", "bulk", "direct") for case in fused_cases(algorithm)),
-    *(case for algorithm in ("sequential", "chunked", "ring") for case in exchange_cases(algorithm)),
-    *(case for algorithm in ("sequential", "chunked", "bulk") for case in bulk_cases(algorithm)),
+    *(case for name in ("sequential", "pipelined", "p2p", "bulk", "low_latency") for case in fused_cases(name)),
+    *(case for algorithm in ("sequential", "pipelined", "p2p") for case in exchange_cases(algorithm)),
+    *(case for algorithm in ("sequential", "pipelined", "bulk") for case in bulk_cases(algorithm)),
 ]  # fmt: skip
-OVER_CHANNELS = [case for case in CASES if case.name.endswith(("ring", "direct"))]
+OVER_CHANNELS = [case for case in CASES if case.name.endswith(("p2p", "low_latency"))]
 OVER_CHANNELS += [case for case in CASES if case.name.startswith("bulk_overlap") and case.name.endswith("bulk")]

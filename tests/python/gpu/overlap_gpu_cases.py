@@ -1,7 +1,8 @@
 """Overlapped products of small integers in static tensors, which are exact: see test_overlap.py and the graphs.
 
-Sums of products of small integers are exact in fp32; what is rounded (the partial products of a reduce-scatter to the
-buffer's dtype, each result to its own) is rounded once, as in the reference. So results are compared bit by bit.
+Sums of products of small integers are exact in fp32. Values that are rounded (the partial products of a
+reduce-scatter to the buffer's dtype, each result to its own) are rounded once, as in the reference. So results are
+compared bit by bit.
 """
 
 import pytest
@@ -20,13 +21,13 @@ SMALL = {"tokens": 256, "hidden": 64, "ffn": 768}
 
 
 def share(tokens, size, rank):
-    """The rows of a rank: equal parts, rounded up."""
+    """Returns the rows of a rank: equal parts, rounded up."""
     largest = -(-tokens // size)
     return slice(min(rank * largest, tokens), min((rank + 1) * largest, tokens))
 
 
 def integers(rows, columns, key):
-    """[-2, 2], another pattern for every key, which may be a tensor on the device."""
+    """Returns integers in [-2, 2], in another pattern for every key, which may be a tensor on the device."""
     i = torch.arange(rows, device="cuda").unsqueeze(1)
     j = torch.arange(columns, device="cuda").unsqueeze(0)
     return ((i * 131 + j * 71 + (i * j) % 17 + key * 37) % 101 % 5 - 2).float()
@@ -37,8 +38,8 @@ def nan(*shape, dtype=torch.bfloat16):
 
 
 class Case:
-    """`fill(step)` sets the inputs, `issue()` calls, `check(step)` compares all elements. `poison(run)`, before, leaves
-    NaN where data comes to from other ranks."""
+    """A case with static tensors: `fill(step)` sets the inputs, `issue()` calls, `check(step)` compares all
+    elements. `poison(run)` runs first and leaves NaN in the memory that receives data of other ranks."""
 
     def __init__(self, comm, dtype=torch.bfloat16, *, tokens, hidden, ffn, active=None, **options):
         self.comm, self.rank, self.size, self.dtype = comm, comm.get_rank(), comm.get_size(), dtype
@@ -76,7 +77,7 @@ class Case:
             )
 
     def poison(self, run):
-        self.x.view(torch.uint8).fill_(0xFF)  # NaN of all types
+        self.x.view(torch.uint8).fill_(0xFF)  # NaN in all types
         run()
 
     def scales(self):
@@ -88,7 +89,7 @@ class Case:
 class Gather(Case):
     """D [tokens, ffn / size] = gathered x [tokens, hidden] times the weight of this rank."""
 
-    fills = False  # from the buffer
+    fills = False  # gathers the contents of the buffer
     atomic = False
 
     def __init__(self, comm, dtype=torch.bfloat16, **options):
@@ -146,7 +147,7 @@ class GatherEpilogue(Gather):
         self.aux = nan(self.tokens, self.ffn, dtype=self.plain)
 
     def other(self, step):
-        """What is added to, or where the derivative of GELU is taken."""
+        """Returns the accumulated addend, or the input of the derivative of GELU."""
         return integers(self.tokens, self.ffn, 3 * step + 1)
 
     def fill(self, step):
@@ -178,7 +179,7 @@ class GatherEpilogue(Gather):
         else:
             self.same(self.aux, before, "pre_gelu_out")
             want = gelu(before)
-        # Fused epilogues take the tanh of the hardware; the result is rounded.
+        # Fused epilogues use the hardware's tanh; the result is rounded.
         most = want.abs() * 2 * torch.finfo(self.out.dtype).eps + before.abs() * 2**-7 + 1e-5
         right = (self.out.float() - want).abs() <= most
         self.same(right, torch.ones_like(right), "D")
@@ -247,7 +248,7 @@ class Pipeline8Bits(Pipeline):
 
 
 class BulkGather(Case):
-    """The whole buffer, gathered beside a product."""
+    """The whole buffer is gathered concurrently with a product."""
 
     kind = AG
     in_place = True
@@ -295,7 +296,7 @@ class BulkScatterOutput(BulkScatter):
 
 
 class External(BulkGather):
-    """The all-gather alone, on the streams of a buffer that has a product under way."""
+    """The all-gather without a product, on the streams of a buffer that has one in flight."""
 
     def __init__(self, comm, dtype=torch.bfloat16, **options):
         super().__init__(comm, dtype, **options)
@@ -351,13 +352,13 @@ OF_8_BITS = [
 
 
 def counting(case):
-    """The case, which counts what is wrong on the device until agree() tells."""
+    """Returns the case, which counts wrong elements on the device until agree() reads the count."""
     case.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     return case
 
 
 def agree(comm, case):
-    """Fails on all ranks alike: who stopped alone would leave the others waiting."""
+    """Fails on all ranks alike: if only one stopped, the others would wait for it."""
     total = case.wrong.clone()
     comm.all_reduce(total, to.ReduceOp.SUM, async_op=False)
     assert total.item() == 0, f"{case.name}: {case.wrong.item()} elements are wrong on rank {case.rank}"
@@ -386,7 +387,7 @@ ONE = pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.__name__)
 
 
 def late(case, step, milliseconds):
-    """One rank's device is late, another in each step."""
+    """Delays the device of one rank, another one in each step."""
     if case.rank == step % case.size:
         torch.cuda._sleep(int(milliseconds * 1_800_000))
 
@@ -404,7 +405,8 @@ def replay(graph, case, step):
 
 
 def hundred_replays(comm, graph, case, first=0, *, lateness=2):
-    """Each with other inputs, and one rank late now and then, so many milliseconds. The host asks at the end."""
+    """Runs with other inputs each time; one rank is occasionally late by this number of milliseconds. The host
+    checks at the end."""
     counting(case)
     for step in range(first, first + 100):
         if step % 5 == 0:

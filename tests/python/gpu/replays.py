@@ -1,4 +1,4 @@
-"""Ways to replay graphs of steps that check themselves. What comes of it the caller asks the step."""
+"""Ways to replay graphs of steps that check themselves. The caller reads the result from the step."""
 
 import random
 import time
@@ -7,7 +7,7 @@ import torch
 
 
 def replay_and_call_in_turn(comm, step, graph, seed, times):
-    """Replays and eager calls, in random order; one rank is late on its device now and then."""
+    """Runs replays and eager calls in random order; one rank is occasionally late on its device."""
     choose = random.Random(seed)
     for _ in range(times):
         if choose.randrange(5 * comm.get_size()) == comm.get_rank():
@@ -17,7 +17,7 @@ def replay_and_call_in_turn(comm, step, graph, seed, times):
 
 
 def replay_at_once(graphs, times):
-    """Each on a stream of its own, which nothing orders."""
+    """Replays each graph on a stream of its own; nothing orders the streams."""
     streams = [torch.cuda.Stream() for _ in graphs]
     torch.cuda.synchronize()
     for _ in range(times):
@@ -28,7 +28,7 @@ def replay_at_once(graphs, times):
 
 
 def replay_with_late_ranks(comm, graph, seed, times=200):
-    """One rank's host is 1 to 10 ms late, every time."""
+    """Delays the host of one rank by 1 to 10 ms, every time."""
     choose = random.Random(seed)
     for _ in range(times):
         late, delay = choose.randrange(comm.get_size()), choose.uniform(1e-3, 10e-3)
@@ -39,7 +39,7 @@ def replay_with_late_ranks(comm, graph, seed, times=200):
 
 
 def replay_ten_thousand_times(*graphs):
-    """In turns."""
+    """Replays the graphs in turns."""
     for i in range(10_000):
         graphs[i % len(graphs)].replay()
         if i % 1000 == 999:

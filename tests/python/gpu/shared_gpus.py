@@ -1,4 +1,4 @@
-"""Whether ranks of the tests may share a GPU."""
+"""SHARES_GPU: True if ranks of the tests share a GPU."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Data, references and captured steps for the tests of direct collectives."""
+"""Data, references and captured steps for the tests of custom collectives."""
 
 import itertools
 import json
@@ -12,13 +12,13 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 INTEGERS = [torch.int32, torch.int64]
 NOT_BFLOAT16 = [dtype for dtype in FLOATS + INTEGERS if dtype != torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]  # sums of pairs
-# What is only moved, whatever it is.
+# Dtypes that are only moved.
 OTHERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
-MODES = ["auto", "ll", "ll128", "push", "two_shot"]
+MODES = ["auto", "ll", "ll128", "simple", "two_shot"]
 KI = 1024
-# Around what changes: a line of either kind, a unit of four, a block's threads, a block's chunk, the limits of the
-# protocols for any group size.
+# Sizes around each threshold: an LL or LL128 line, a unit of four, a block's threads, a block's chunk, the limits of
+# the protocols for any group size.
 EDGES = [
     12,
     16,
@@ -39,17 +39,17 @@ EDGES = [
 ]
 
 
-def edges(element, most=4096 * KI):
-    """Numbers of elements: a few, and one less, as many, and one more than fill each edge."""
+def edges(element, high=4096 * KI):
+    """Returns numbers of elements: a few, and for each edge one less, the same, and one more."""
     counts = {1, 2, 3, 5, 7, 13, 1001}
     for edge in EDGES:
-        if edge <= most:
+        if edge <= high:
             counts |= {max(edge // element + d, 1) for d in (-1, 0, 1)}
     return sorted(counts)
 
 
 def draw(comm, seed, dtype, count, rank):
-    """Rank `rank`'s input: every rank can compute it."""
+    """Returns rank `rank`'s input, which every rank can compute."""
     random_of = torch.Generator("cuda").manual_seed(seed * 64 + rank)
     if dtype.is_floating_point:
         return torch.randn(count, device="cuda", generator=random_of, dtype=torch.float64).to(dtype)
@@ -69,7 +69,7 @@ def combine(op, a, b):
 
 
 def reduced(op, parts, dtype):
-    """In the order of ranks, 16-bit floats in fp32 with one rounding: to the bit."""
+    """Reduces in the order of ranks, 16-bit floats in fp32 with one rounding: equal to the bit."""
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = parts[0].to(wide)
     for part in parts[1:]:
@@ -90,34 +90,34 @@ def check_reduced(got, op, parts, is_ours=True):
 
 
 def draw_bytes(comm, seed, dtype, count):
-    """Of every rank, those of `count` elements."""
+    """Returns random bytes of `count` elements of every rank."""
     random_of = torch.Generator("cuda").manual_seed(seed)
     shape = (comm.get_size(), count * dtype.itemsize)
-    most = 2 if dtype == torch.bool else 256
-    return torch.randint(most, shape, device="cuda", generator=random_of, dtype=torch.uint8)
+    high = 2 if dtype == torch.bool else 256
+    return torch.randint(high, shape, device="cuda", generator=random_of, dtype=torch.uint8)
 
 
-# Operations that move data, or add it up, with every protocol that they have.
+# Operations that move or reduce data, with every protocol that they have.
 WAYS = [("all_reduce", "two_shot"), ("large_all_reduce", "ll128")] + [
     (name, mode)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "rms_norm")
-    for mode in ("ll", "ll128", "push")
+    for mode in ("ll", "ll128", "simple")
     if (name, mode) != ("rms_norm", "ll128")
 ] + [(name, "bulk") for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")]  # fmt: skip
 
 
-def small_way(comm):
-    """As the recorder names what "auto" takes for small messages."""
+def algorithm_used(comm):
+    """Returns the recorder's name of the algorithm that "auto" selects for small messages."""
     has_ll128 = comm.get_size() == 2 and torch.cuda.get_device_capability()[0] >= 9
-    return "direct_ll128" if has_ll128 else "direct_ll"
+    return "ll128" if has_ll128 else "ll"
 
 
 def call_of(comm, name):
-    """A call of one round, on tensors of its own."""
+    """Returns a call of one round, on tensors of its own."""
     rank, size = comm.get_rank(), comm.get_size()
     x, whole, other = (torch.ones(n, device="cuda") for n in (1000, 1000 * size, 1000 * size))
     rows, counts = x.view(10, 100), [10 * (rank + r) for r in range(size)]
-    large = torch.ones(300_000, device="cuda")  # of more than two ranks by two shots
+    large = torch.ones(300_000, device="cuda")  # two shot with more than two ranks
     unequal = whole[: sum(counts)], other[: sum(counts)], counts, counts
     return {
         "all_reduce": lambda: comm.all_reduce(x, ReduceOp.SUM, async_op=False),
@@ -132,7 +132,7 @@ def call_of(comm, name):
 
 
 class Framed:
-    """A tensor at an odd place of a larger one, whose rest must stay as it is."""
+    """A tensor at an odd offset of a larger one, whose rest must stay unchanged."""
 
     def __init__(self, count, dtype, offset=0):
         self.whole = torch.full((count + offset + 64,), 77, dtype=dtype, device="cuda")
@@ -145,18 +145,20 @@ class Framed:
 
 
 def algorithms(action):
-    """What the flight recorder says of the calls that `action` makes."""
+    """Returns the algorithms that the flight recorder has for the calls that `action` makes."""
     to.flight_recorder.reset()
     action()
     return [entry.get("algorithm") for entry in json.loads(to.flight_recorder.dump_json())["entries"]]
 
 
 class Poison:
-    """NaN in the slots that the next operation's data comes to, of all blocks and ranks.
+    """Leaves NaN in the slots that receive the next operation's data, of all blocks and ranks.
 
-    Lines of both kinds and vectors count rounds together, and have two slots, four and four: gathers of one round of
-    all blocks, of lines of 128 bytes of two, fill one after the other. An operation of one round then finds what came
-    as NaN, by any way. So do sums of lines of 128 bytes, by two all-reduces in as many shots."""
+    LL, LL128 and Simple share the count of rounds and have two, four and four slots. Gathers of one round of all
+    blocks (of two rounds for LL128) fill one slot after the other. An operation of one round then finds NaN where
+    its data arrives, with any protocol. Two all-reduces by LL128, each of two shots, do the same for the slots of
+    its sums.
+    """
 
     def __init__(self, comm):
         self.comm = comm
@@ -164,37 +166,37 @@ class Poison:
         lines = 256 if size == 2 else 128  # blocks
         wide = 192 if size == 2 else 128 if size <= 4 else 64
         vectors = 256 if size == 2 else 128 if size <= 4 else 64
-        self.rounds = {"ll": (lines * 256 * 12, 2), "ll128": (wide * 16 * 480, 2), "push": (vectors * 512 * 16, 4)}
+        self.rounds = {"ll": (lines * 256 * 12, 2), "ll128": (wide * 16 * 480, 2), "simple": (vectors * 512 * 16, 4)}
         self.nans = torch.full((size * wide * 16 * 480,), 0xFF, dtype=torch.uint8, device="cuda")
         self.out = torch.empty(size * self.nans.numel(), dtype=torch.uint8, device="cuda")
 
     def __call__(self):
         size = self.comm.get_size()
         for mode, (count, rounds) in self.rounds.items():
-            options = {"async_op": False, "hints": {"direct_collectives": mode}}
+            options = {"async_op": False, "hints": {"custom_collectives": mode}}
             for _ in range(rounds):
                 self.comm.all_gather_single(self.out[: size * count], self.nans[:count], **options)
         sums = self.nans.view(torch.float32)
         for _ in range(2):
-            self.comm.all_reduce(sums, ReduceOp.SUM, async_op=False, hints={"direct_collectives": "ll128"})
+            self.comm.all_reduce(sums, ReduceOp.SUM, async_op=False, hints={"custom_collectives": "ll128"})
 
 
 def at_call(which, calls, act):
-    """Acts at one of so many calls, and again at that of the next ones."""
+    """Acts at one call of every `calls`, and again at the same one of the next series."""
     numbers = itertools.count()
     return lambda: act() if next(numbers) % calls == which else None
 
 
 def unwritten(like):
-    """All bits are set: NaN, or a number that nobody has."""
+    """Returns a tensor with all bits set: NaN, or a number that no input has."""
     out = torch.empty_like(like)
     out.view(torch.uint8).fill_(0xFF)
     return out
 
 
 class Step:
-    """Every operation once, on inputs that a counter on the device changes; differences are counted there. `before`
-    is called before each. all_to_all_v takes all blocks that there are."""
+    """Runs every operation once, on inputs that a counter on the device changes; differences are counted there.
+    `before` is called before each one. all_to_all_v uses all available blocks."""
 
     CALLS = 8  # of `before`; has_unequal: one more
 
@@ -212,12 +214,12 @@ class Step:
         self.wrong += (got != expected).sum()
 
     def part(self, sender, receiver):
-        """What the one has for the other where parts are unequal: a slice of its elements, or nothing."""
+        """Returns the slice of `sender`'s elements for `receiver` if parts are unequal; it may be empty."""
         count = 0 if (sender + 2 * receiver) % 3 == 2 else self.count - min(receiver, self.count)
         return slice(receiver * self.count, receiver * self.count + count)
 
     def unequal(self, every):
-        """all_to_all_v, and what comes of it."""
+        """Runs all_to_all_v and compares its result."""
         sent = [self.part(self.rank, r) for r in range(self.size)]
         received = [every[r][self.part(r, self.rank)] for r in range(self.size)]
         expected = torch.cat(received)
@@ -233,7 +235,7 @@ class Step:
         every = [self.of(r) for r in range(self.size)]
         mine = every[self.rank]
         parts = [one.view(self.size, count) for one in every]
-        for hints in (None, {"direct_collectives": "ll128"}, {"direct_collectives": "two_shot"}):
+        for hints in (None, {"custom_collectives": "ll128"}, {"custom_collectives": "two_shot"}):
             self.before()
             x = mine[:count].clone()
             comm.all_reduce(x, ReduceOp.SUM, async_op=False, hints=hints)
@@ -261,7 +263,7 @@ class Step:
             self.same(x, parts[1][1])
 
     def capture(self):
-        self()  # makes the memory, and is a test by itself
+        self()  # allocates the memory, and is a test by itself
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self()

@@ -1,6 +1,6 @@
 """Operators of every family on odd sizes, by the dtype of their operands, and replays of them: see test_op_soak.py.
 
-Operands are small integers, of 8 bits times powers of two: all sums are exact in every dtype.
+Operands are small integers, those of 8 bits times powers of two: all sums are exact in every dtype.
 """
 
 from typing import NamedTuple
@@ -27,9 +27,9 @@ from torch_overlap.quantize import ScalingMode as Mode
 
 EPS = 1e-6
 STEPS = 64  # inputs repeat after these
-# Rows are divisible by every number of ranks up to 4 where they have to be.
+# Numbers of rows are divisible by every number of ranks up to 4 for the operators that need it.
 ODD = Sizes(rows=21, k=7, n=5)
-OF_VECTORS = Sizes(rows=21, k=40, n=24)  # what tensor copies take
+OF_VECTORS = Sizes(rows=21, k=40, n=24)  # sizes that TMA supports
 OF_8_BITS = Sizes(rows=21, k=128, n=48)
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -38,7 +38,7 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class WindowCase(Case):
-    """What takes, in place of its communicator, one with two tensors of a window, in and out."""
+    """A case that gets, in place of its communicator, one with two tensors of a window, for input and output."""
 
     class Lent(NamedTuple):
         comm: to.TorchComm
@@ -52,7 +52,7 @@ class WindowCase(Case):
 
 
 def every_collective_in_place(lent, x):
-    comm, options = lent.comm, {"async_op": False, "hints": {"direct_collectives": "zero_copy"}}
+    comm, options = lent.comm, {"async_op": False, "hints": {"custom_collectives": "zero_copy"}}
     here, there = lent.tensors
     own = len(x) // comm.get_size()
     found = []
@@ -75,7 +75,7 @@ def every_collective(every, r):
                       every[1][0]])  # fmt: skip
 
 
-# Parts of whole vectors, which alone are not staged.
+# Parts that are whole vectors: other parts are staged.
 IN_WINDOWS = WindowCase("in_windows", [(4 * ROWS, 32)], every_collective_in_place, every_collective)
 
 
@@ -83,7 +83,7 @@ IN_WINDOWS = WindowCase("in_windows", [(4 * ROWS, 32)], every_collective_in_plac
 
 
 def norm_is_right(out, hidden, gain):
-    """1 where it is that of `hidden`, as a number of its dtype."""
+    """Returns 1 where `out` is the norm of `hidden`, as a number of its dtype."""
     wide = hidden.double()
     want = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * gain.double()
     return ((out.double() - want).abs() <= 0.02 * want.abs() + 1e-6).to(hidden.dtype)
@@ -124,7 +124,7 @@ def product_norm_case(algorithm, sizes):
 
 
 def magnitudes(x):
-    """Rows of three magnitudes: a scale at a wrong row is seen."""
+    """Returns rows of three magnitudes, so that a misplaced scale is detected."""
     return x * 2.0 ** (torch.arange(x.shape[0], device=x.device) % 3)[:, None]
 
 
@@ -134,7 +134,7 @@ def quantized(x, mode):
 
 
 def scaled_cases(algorithm, mode, sizes=OF_8_BITS):
-    """Quantized in front of the operator, so that a graph does that too."""
+    """Operands are quantized before the operator, so that a graph contains that too."""
     of_x = Mode.BLOCK_1D_SCALING if mode == Mode.BLOCK_2D_SCALING else mode
     has_blocks = mode not in (Mode.CURRENT_TENSOR_SCALING, Mode.ROW_SCALING)
     rows, k, n = sizes._replace(rows=24) if has_blocks else sizes
@@ -174,7 +174,7 @@ def scaled_cases(algorithm, mode, sizes=OF_8_BITS):
 
 MODES = [Mode.CURRENT_TENSOR_SCALING, Mode.ROW_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING,
          Mode.MXFP8_1D_SCALING]  # fmt: skip
-SCALED = [("sequential", MODES[0]), *((a, mode) for a in ("chunked", "ring") for mode in MODES)]
+SCALED = [("sequential", MODES[0]), *((a, mode) for a in ("pipelined", "p2p") for mode in MODES)]
 
 
 # --- All of a dtype ----------------------------------------------------------------------------------------------
@@ -182,22 +182,22 @@ SCALED = [("sequential", MODES[0]), *((a, mode) for a in ("chunked", "ring") for
 
 def of_products(algorithm, sizes):
     yield from fused_cases(algorithm, sizes)
-    if algorithm not in ("fused", "direct"):
+    if algorithm not in ("fused", "low_latency"):
         yield from exchange_cases(algorithm, sizes)
     yield product_norm_case(algorithm, sizes)
 
 
-# "direct" of rows that are no whole vectors, for which there is no kernel.
+# "low_latency" with rows that are no whole number of vectors, for which there is no kernel.
 STEP_BY_STEP = [Case(f"{case.name}-odd", case.shapes, case.run, case.reference)
-                for case in fused_cases("direct", ODD) if "gather" not in case.name]  # fmt: skip
+                for case in fused_cases("low_latency", ODD) if "gather" not in case.name]  # fmt: skip
 
 
 def cases_of(dtype, has_fused):
-    """Those of one dtype; float8_e4m3fn: of operands with scales."""
+    """Returns the cases of one dtype; float8_e4m3fn stands for operands with scales."""
     if dtype == torch.float8_e4m3fn:
         pairs = [*SCALED, *(("fused", mode) for mode in MODES[:2] if has_fused)]
         return [case for pair in pairs for case in scaled_cases(*pair)]
-    products = [("sequential", ODD), ("chunked", ODD), ("ring", ODD), ("direct", OF_VECTORS)]
+    products = [("sequential", ODD), ("pipelined", ODD), ("p2p", ODD), ("low_latency", OF_VECTORS)]
     if has_fused and dtype in FUSED_DTYPES:
         products.append(("fused", OF_VECTORS))
     return [
@@ -206,21 +206,21 @@ def cases_of(dtype, has_fused):
         norm_case(ODD),
         *(case for pair in products for case in of_products(*pair)),
         *STEP_BY_STEP,
-        *(case for algorithm in ("sequential", "chunked", "bulk") for case in bulk_cases(algorithm, ODD)),
+        *(case for algorithm in ("sequential", "pipelined", "bulk") for case in bulk_cases(algorithm, ODD)),
     ]
 
 
 COLLECTIVES = ["all_reduce", "all_gather_async", "reduce_scatter", "all_to_all_async", "broadcast", "permute",
                "all_to_all_v_async"]  # fmt: skip
 DTYPES = [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
-# What waits on the device over the operators' channels.
-WAITING = [*OVER_CHANNELS, *STEP_BY_STEP, product_norm_case("ring", ODD), *scaled_cases("ring", Mode.ROW_SCALING)]
-# Of these, what waits in one kernel, which does all but the product.
-IN_ONE_KERNEL = [case for case in WAITING if case.name.endswith("direct")]
+# Operators that wait on the device over their channels.
+WAITING = [*OVER_CHANNELS, *STEP_BY_STEP, product_norm_case("p2p", ODD), *scaled_cases("p2p", Mode.ROW_SCALING)]
+# Operators of WAITING that wait in one kernel, which does everything but the product.
+IN_ONE_KERNEL = [case for case in WAITING if case.name.endswith("low_latency")]
 
 
 class Inputs:
-    """Everybody's, of a step that a tensor counts; drawn once, equal on all ranks."""
+    """The inputs of all ranks in a step that a tensor counts; drawn once, equal on all ranks."""
 
     def __init__(self, comm, case, seed, dtype=torch.float32, device="cuda"):
         self.comm = comm
@@ -233,7 +233,7 @@ class Inputs:
         self.bases = [torch.randint(1 << 20, shape, generator=draws).to(device) for shape in case.shapes]
 
     def of(self, rank):
-        """Rank `rank`'s inputs in this step, in a dtype in which all results are exact."""
+        """Returns rank `rank`'s inputs in this step, in a dtype in which all results are exact."""
         wide = torch.promote_types(self.dtype, torch.float32)
         count = 2 * self.largest + 1
         shifts = [5 * self.step + (0 if i in self.case.shared else 3 * rank) for i in range(len(self.bases))]
@@ -243,8 +243,8 @@ class Inputs:
         ]
 
     def run(self):
-        """One step: the number of elements that are wrong, on the device. What is written to, on the way too, is NaN
-        before."""
+        """Runs one step; returns the number of wrong elements, on the device. All memory that it writes, including
+        staging memory, holds NaN before."""
         self.step.add_(1).remainder_(STEPS)
         rank, every = self.comm.get_rank(), [self.of(r) for r in range(self.comm.get_size())]
         mine = [x.to(self.dtype) for x in every[rank]]
@@ -255,15 +255,16 @@ class Inputs:
 
 
 class Replay:
-    """Steps in a graph, whose count of what is wrong grows; run() does one eagerly."""
+    """Steps in a graph, which accumulates the number of wrong elements; run() runs one step eagerly."""
 
     def __init__(self, comm, case, seed, dtype=torch.float32, stream=None):
-        """Captured on `stream`: what runs at once may not share the workspace of cuBLAS, which each stream has."""
+        """Captures on `stream`: graphs that run concurrently must not share cuBLAS's workspace, of which each stream
+        has one."""
         self.case, self.inputs = case, Inputs(comm, case, seed, dtype)
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries make their workspaces
+        with torch.cuda.stream(side):  # libraries allocate their workspaces
             self.run()
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Direct collectives by bulk copies: values, ways, graphs, and other protocols beside them. See docs/kernels.md."""
+"""Custom collectives by bulk copies: values, algorithms, graphs, and concurrent protocols. See docs/kernels.md."""
 
 import random
 
@@ -28,7 +28,7 @@ from torch_overlap import ReduceOp
 pytestmark = pytest.mark.gpu(2)
 
 MIB = 1024 * KI
-BULK = {"direct_collectives": "bulk"}
+BULK = {"custom_collectives": "bulk"}
 BLOCKS, SLOTS, VECTOR = 64, 16, 16
 
 
@@ -44,7 +44,8 @@ def bulk(make_comm):
 
 
 def sizes_of(size, seed):
-    """Bytes, in whole vectors: around what fills a block, a round of all blocks, and all slots, and random ones."""
+    """Returns sizes in bytes, whole vectors: around a full block, a full round of all blocks, and all slots, and
+    random ones."""
     choose = random.Random(seed)
     chunk = chunk_bytes(size)
     edges = (KI, 4 * KI, chunk, BLOCKS * 4 * KI, BLOCKS * chunk, 3 * BLOCKS * chunk, SLOTS * BLOCKS * chunk)
@@ -53,8 +54,9 @@ def sizes_of(size, seed):
 
 
 class Poison:
-    """NaN in all slots of all blocks, by an all-reduce, whose sum is NaN, too. Of two ranks it has parts alone; of
-    more, in half as many blocks, a slice for each, and then its sum, which has slots of its own."""
+    """Leaves NaN in all slots of all blocks by an all-reduce, whose sum is NaN too. With two ranks it has only
+    parts. With more, it uses half of the blocks, with a slice for each rank and then its sum, which has slots of its
+    own."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -76,7 +78,7 @@ def test_reductions_of_every_size(bulk, seed, dtype):
     for bytes_ in sizes_of(size, seed):
         count = bytes_ // dtype.itemsize
         whole = draw_all(bulk, seed + bytes_, dtype, count * size)
-        frame = Framed(count, dtype, (bytes_ // VECTOR + rank) % 3)  # ranks need not be aligned alike
+        frame = Framed(count, dtype, (bytes_ // VECTOR + rank) % 3)  # alignment may differ by rank
         frame.inside.copy_(whole[rank][:count])
         bulk.all_reduce(frame.inside, ReduceOp.SUM, async_op=False)
         check_reduced(frame.inside, ReduceOp.SUM, [one[:count] for one in whole])
@@ -102,7 +104,7 @@ def test_every_reduction(bulk, seed, op, dtype):
             bulk.all_reduce(x, op, async_op=False)
             bulk.reduce_scatter_single(out, whole[rank], op, async_op=False)
 
-        assert algorithms(calls) == ["direct_bulk"] * 2
+        assert algorithms(calls) == ["bulk"] * 2
         check_reduced(x, op, [one[:count] for one in whole])
         check_reduced(out, op, [one.view(size, count)[rank] for one in whole])
 
@@ -138,7 +140,7 @@ def test_data_of_every_dtype(bulk, seed, dtype):
     every = draw_bytes(bulk, seed, dtype, count)
     out = torch.zeros(size * count, dtype=dtype, device="cuda")
     mine = every[bulk.get_rank()].view(dtype)
-    assert algorithms(lambda: bulk.all_gather_single(out, mine, async_op=False)) == ["direct_bulk"]
+    assert algorithms(lambda: bulk.all_gather_single(out, mine, async_op=False)) == ["bulk"]
     assert torch.equal(out.view(torch.uint8), every.flatten())
 
 
@@ -182,7 +184,7 @@ def test_all_ranks_have_the_same_bits(comm, bulk, seed):
             bulk.all_reduce(x, ReduceOp.SUM, async_op=False)
             bits = x.view(torch.uint8)
             others = torch.empty(size * bits.numel(), dtype=torch.uint8, device="cuda")
-            comm.all_gather_single(others, bits, async_op=False, hints={"direct_collectives": "off"})
+            comm.all_gather_single(others, bits, async_op=False, hints={"custom_collectives": "off"})
             for other in others.view(size, -1):
                 assert torch.equal(other, bits)
 
@@ -200,7 +202,7 @@ def test_a_norm_comes_behind(bulk, seed):
 
 
 def test_what_stands_in_for_parts_that_are_not_aligned_is_small(bulk, seed):
-    """However large they are: pieces of 128 MiB, on ranks whose parts are aligned, too."""
+    """Sizes have no limit: pieces of 128 MiB, also on ranks whose parts are aligned."""
     rank, size, most = bulk.get_rank(), bulk.get_size(), 128 * MIB
     count = (2 * most + 48 * KI) // 2
     whole = torch.empty(count + 8, dtype=torch.bfloat16, device="cuda")
@@ -218,7 +220,7 @@ def test_what_stands_in_for_parts_that_are_not_aligned_is_small(bulk, seed):
     assert torch.equal(gathered, torch.stack(parts))
 
 
-# --- Which way ---------------------------------------------------------------------------------------------------
+# --- Which algorithm ---------------------------------------------------------------------------------------------
 
 
 def test_large_whole_vectors_go_by_bulk_copies(comm, bulk):
@@ -229,30 +231,30 @@ def test_large_whole_vectors_go_by_bulk_copies(comm, bulk):
         for x in (large, large[1:-3], odd):
             on.all_reduce(x, ReduceOp.SUM, async_op=False, hints=hints)
 
-    assert algorithms(lambda: calls(bulk, None)) == ["direct_bulk", "direct_bulk", "nccl"]
-    automatic = algorithms(lambda: calls(comm, {"direct_collectives": "auto"}))
+    assert algorithms(lambda: calls(bulk, None)) == ["bulk", "bulk", "nccl"]
+    automatic = algorithms(lambda: calls(comm, {"custom_collectives": "auto"}))
     if comm.get_size() == 2:
-        assert automatic == ["direct_bulk", "direct_bulk", "nccl"]
+        assert automatic == ["bulk", "bulk", "nccl"]
     else:
-        assert "direct_bulk" not in automatic
+        assert "bulk" not in automatic
 
 
 def test_few_blocks_do_it_too(make_comm, seed):
-    """The hint maxCTAs."""
+    """Tests the hint maxCTAs."""
     few = make_comm("bulk_of_few_blocks", hints={**BULK, "maxCTAs": "3"})
     for count in (8, 100_000, 3_000_000):
         parts = draw_all(few, seed + count, torch.bfloat16, count)
         x = parts[few.get_rank()].clone()
-        assert algorithms(lambda x=x: few.all_reduce(x, ReduceOp.SUM, async_op=False)) == ["direct_bulk"]
+        assert algorithms(lambda x=x: few.all_reduce(x, ReduceOp.SUM, async_op=False)) == ["bulk"]
         check_reduced(x, ReduceOp.SUM, parts)
 
 
-# --- In graphs, and beside others --------------------------------------------------------------------------------
+# --- In graphs, and concurrently with other operations -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [8, 5000, 80_000, 1_200_000])
 def test_slots_that_hold_nan(bulk, seed, count):
-    """Replays and eager calls take turns, on inputs that change; one rank is late now and then."""
+    """Replays and eager calls take turns, on inputs that change; one rank is occasionally late."""
     step = Step(bulk, count, before=Poison(bulk))
     graph = step.capture()
     replay_and_call_in_turn(bulk, step, graph, seed, 12)
@@ -261,19 +263,19 @@ def test_slots_that_hold_nan(bulk, seed, count):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int64], ids=str)
 def test_protocols_take_turns(bulk, seed, dtype):
-    """They share epochs, and each has flags and slots of its own: by every order of two."""
+    """Protocols share epochs, and each has flags and slots of its own: tests every order of two."""
     rank, choose = bulk.get_rank(), random.Random(seed)
     inputs = {n: draw_all(bulk, seed + n, dtype, n) for n in (16, 4000, 100_000, 2_000_000)}
     for _ in range(150):
-        mode = choose.choice(["bulk", "bulk", "push", "ll", "ll128", "two_shot", "always"])
+        mode = choose.choice(["bulk", "bulk", "simple", "ll", "ll128", "two_shot", "always"])
         parts = inputs[choose.choice(list(inputs))]
         x = parts[rank].clone()
-        bulk.all_reduce(x, ReduceOp.SUM, async_op=False, hints={"direct_collectives": mode})
+        bulk.all_reduce(x, ReduceOp.SUM, async_op=False, hints={"custom_collectives": mode})
         assert torch.equal(x, reduced(ReduceOp.SUM, parts, dtype))
 
 
 def test_two_communicators_at_once(make_comm, bulk):
-    """On streams of their own, which nothing orders."""
+    """Replays on streams of their own, which nothing orders."""
     comms = [bulk, make_comm("bulk_at_once", hints=BULK)]
     steps = [Step(one, count, has_unequal=False) for one, count in zip(comms, (40_000, 1_000_000), strict=True)]
     graphs = [step.capture() for step in steps]
@@ -305,7 +307,7 @@ def test_ten_thousand_replays(bulk, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", NOT_BFLOAT16, ids=str)
 def test_ten_thousand_replays_of_other_dtypes(bulk, dtype):
-    """Of graphs in turns, in each of which slots are filled with NaN before another operation."""
+    """Graphs take turns; in each one the slots are filled with NaN before another of the operations."""
     poison, calls = Poison(bulk), Step.CALLS
     steps = [Step(bulk, 60_000, dtype, before=at_call(i, calls, poison), has_unequal=False) for i in range(calls)]
     replay_ten_thousand_times(*[step.capture() for step in steps])

@@ -1,4 +1,4 @@
-"""The fused Hopper kernels behind `algorithm="fused"`: odd shapes, every layout of the weight, graphs, late ranks."""
+"""The fused Hopper kernels of `algorithm="fused"`: odd shapes, every layout of the weight, graphs, late ranks."""
 
 import random
 import re
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graph_nodes import nodes_of
-from test_direct import differ, replay_two_at_once
+from test_low_latency import differ, replay_two_at_once
 from timeout_cases import expired, run_until_an_error
 
 import torch_overlap as to
@@ -22,12 +22,13 @@ pytestmark = [
     ),
 ]
 
-# Rows of a rank, in and out features of a layer. Tiles are 128 or 256 rows and 128 to 256 columns, stages of k 64.
+# Rows of a rank, input and output features of a layer. Tiles are 128 or 256 rows and 128 to 256 columns, stages of k
+# 64.
 SHAPES = [(1, 8, 8), (24, 64, 136), (128, 256, 256), (200, 72, 1000), (257, 1096, 520), (512, 2048, 1024)]
 FULL = [(4096, 4096, 7168), (1024, 4096, 2048)]
-LARGE = (2048, 264, 4160)  # rows of a reduce-scatter go to their owners in pieces, by copy engines
-PIECES = (4200, 72, 2056)  # of which the second one is the smaller
-WIDE = (500, 264, 7112)  # the gather takes tiles of 128 x 224, of which the last ones are cut off on both sides
+LARGE = (2048, 264, 4160)  # rows of a reduce-scatter are sent in pieces, by copy engines
+PIECES = (4200, 72, 2056)  # the second piece is the smaller one
+WIDE = (500, 264, 7112)  # the gather uses tiles of 128 x 224; the last ones are partial in both dimensions
 
 
 def everybodys(comm, own):
@@ -51,7 +52,7 @@ def close(got, want, k):
 
 
 class Gather:
-    """Of two products, whose rows copy engines bring."""
+    """An all-gather with two products: copy engines bring the rows."""
 
     def __init__(self, comm, rows, features_in, features_out, dtype, transposed=False, bias=True):
         self.comm, self.k = comm, features_in
@@ -84,7 +85,7 @@ class Gather:
 
 
 class GatherOfOne(Gather):
-    """Of one product: its kernel brings the rows itself, if they are few."""
+    """An all-gather with one product: its kernel brings the rows itself if they are few."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -118,7 +119,7 @@ class Scatter:
 
 
 class AllReduce(Scatter):
-    """The fused product and reduce-scatter, in blocks of rows, each gathered beside the next."""
+    """The fused product and reduce-scatter in blocks of rows; each block is gathered during the next one's kernel."""
 
     def run(self):
         return [ops.matmul_all_reduce(self.x, self.weight, self.comm, self.bias, op=self.op, algorithm="fused")]
@@ -147,7 +148,7 @@ def test_values(comm, kind, shape, dtype, transposed, bias):
 
 
 def gather_tiles(case):
-    """As the names of the kernels that a captured call consists of have them."""
+    """Returns the tiles in the names of the kernels of a captured call."""
     kernels, _ = nodes_of(case.run)
     names = [kernel.name for kernel in kernels if "fused_gather_kernel" in kernel.name]
     return [tuple(map(int, re.search(r"Li(\d+)ELi(\d+)E", name).groups())) for name in names]
@@ -187,7 +188,7 @@ def test_a_mean(comm, shape, kind):
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize(("rows", "columns"), [(129, 65536), (4200, 2056)])
 def test_ranks_with_fewer_rows_in_pieces(comm, op, rows, columns):
-    """The last rank's rows end in the middle of a tile; of 129 rows it has the first piece alone."""
+    """The last rank's rows end within a tile; with 129 rows only the first piece contains any of them."""
     size = comm.get_size()
     columns = min(columns, (32 << 20) // (rows * size) // 8 * 8)  # one block of rows
     x = torch.randn(rows * size - size + 1, 64, device="cuda").bfloat16()
@@ -210,7 +211,7 @@ def test_the_same_bits_every_time(comm, shape):
 
 @pytest.mark.parametrize("shape", [(150, 520, 264), LARGE], ids=str)
 def test_operands_that_tensor_copies_cannot_read(comm, shape):
-    """Rows at odd places, and columns, are copied first, on the rank that has them."""
+    """Misaligned rows, and columns, are copied first, on the rank that has them."""
     case = Scatter(comm, *shape, torch.bfloat16)
     rows, k = case.x.shape
     if comm.get_rank() == 0:
@@ -240,8 +241,8 @@ def test_gradients(comm, kind):
 
 
 def test_gradients_where_ranks_have_more_features(comm):
-    """The tiles that ranks send each other are the same, whatever their k."""
-    # The gradient of x is less than 16 MiB, and by k alone these would take different tiles.
+    """The tiles that ranks send each other are the same, for any k."""
+    # The gradient of x is smaller than 16 MiB, and k by itself would select different tiles.
     rows, features = (1024, 2048) if comm.get_size() == 2 else (512, 3840)
     x, w = (torch.randn(n, 4096, device="cuda").bfloat16() for n in (rows, features + 64 * (comm.get_rank() % 2)))
     grad = torch.randn(rows * comm.get_size(), w.shape[0], device="cuda").bfloat16()
@@ -263,7 +264,7 @@ def gradients_of_gathered(comm, inputs, grad, algorithm, is_user):
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_gathered_x_that_is_used(comm, is_used):
-    """Its gradient is added to what ranks send each other."""
+    """The gradient of the gathered x is added to the data that ranks send each other."""
     inputs = [torch.randn(n, 512, device="cuda").bfloat16() for n in (256, 264)]
     grad = torch.randn(256 * comm.get_size(), 264, device="cuda").bfloat16()
     got, want = (gradients_of_gathered(comm, inputs, grad, way, is_used) for way in ("fused", "sequential"))
@@ -272,11 +273,11 @@ def test_a_gathered_x_that_is_used(comm, is_used):
 
 
 def test_a_gathered_x_that_one_rank_uses(comm, make_comm):
-    """That rank goes another way; all are told."""
+    """The rank that uses it selects another algorithm; all ranks get an error."""
     other = make_comm("fused_gathered", timeout=timedelta(seconds=60))
     inputs = [torch.randn(n, 512, device="cuda").bfloat16() for n in (256, 264)]
     grad = torch.randn(256 * other.get_size(), 264, device="cuda").bfloat16()
-    gradients_of_gathered(other, inputs, grad, "fused", False)  # makes the memory
+    gradients_of_gathered(other, inputs, grad, "fused", False)  # allocates the memory
     torch.cuda.synchronize()
 
     def backward():
@@ -304,7 +305,7 @@ def test_what_it_cannot_do_is_an_error(comm):
     ):
         with pytest.raises(to.UnsupportedError, match="there is nothing to compute"):
             op(none, weight, comm, algorithm="fused")
-    with pytest.raises(to.InvalidValueError, match="one of auto sequential chunked bulk, got 'fused'"):
+    with pytest.raises(to.InvalidValueError, match="one of auto sequential pipelined bulk, got 'fused'"):
         ops.bulk_overlap_matmul(x, w, x, comm, collective="all_gather", algorithm="fused")
     assert to.explain("matmul_all_reduce", x.bfloat16(), w.bfloat16(), comm, algorithm="fused").algorithm == "fused"
     assert to.explain("all_gather_matmul", x.bfloat16(), [w.bfloat16()], comm, algorithm="fused").algorithm == "fused"
@@ -323,18 +324,19 @@ def capture(run):
 
 
 def poison(case, run):
-    """`run` on NaN: it is where operands come to from other ranks, and in the memory that the next results get."""
+    """Runs `run` on NaN operands, and so leaves NaN in the memory that receives operands of other ranks or the next
+    results."""
     travelling = [getattr(case, name) for name in ("x", "of_x") if hasattr(case, name)]
     kept = [t.clone() for t in travelling]
     for t in travelling:
-        t.view(torch.uint8).fill_(0xFF)  # NaN of all types
+        t.view(torch.uint8).fill_(0xFF)  # NaN in all types
     run()
     for t, value in zip(travelling, kept, strict=True):
         t.copy_(value)
 
 
 def soak(step, wrong):
-    """10,000 replays of `step`, which adds to `wrong` what is not as it should be."""
+    """Replays `step` 10,000 times; it adds the number of wrong elements to `wrong`."""
     graph, _ = capture(step)
     wrong.zero_()
     for _ in range(10_000):
@@ -344,13 +346,13 @@ def soak(step, wrong):
 
 
 def replay(comm, seed, cases):
-    """Graphs with changing inputs, a rank that is late, and eager calls in between; all that is written to holds NaN
-    before each."""
+    """Replays graphs with changing inputs, a late rank, and eager calls in between; all written memory holds NaN
+    before each one."""
     choice = random.Random(seed)  # equal on all ranks
     for case in cases:
         case.fill()
     graphs = [capture(case.run) for case in cases]
-    for _ in range(300):  # of which some 210 replay
+    for _ in range(300):  # about 210 of them replay
         i = choice.randrange(len(cases))
         late, eager = choice.randrange(comm.get_size()), choice.random() < 0.3
         cycles = choice.randrange(2, 20) * 1_000_000  # 1 to 10 ms
@@ -374,7 +376,7 @@ def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kin
     replay(comm, seed, [kind(comm, *shape, torch.bfloat16) for shape in shapes])
 
 
-@pytest.mark.parametrize("algorithm", ["fused", "ring"])
+@pytest.mark.parametrize("algorithm", ["fused", "p2p"])
 def test_blocks_of_rows_in_graphs_with_late_ranks(comm, algorithm):
     """A block is gathered while the next one's kernel waits for other ranks."""
     size, rank = comm.get_size(), comm.get_rank()
@@ -406,26 +408,26 @@ def test_blocks_of_rows_in_graphs_with_late_ranks(comm, algorithm):
     ids=[*(kind.__name__ for kind in KINDS), "Scatter of many tiles", "Scatter in pieces"],
 )
 def test_ten_thousand_replays(comm, kind, shape, dtype):
-    """Nobody is held up. Inputs are made, what the operator will write to is poisoned, and results are compared with
-    those of the copy engine's way, inside the graph."""
+    """No rank is delayed. Within the graph, inputs are made, the memory that the operator writes is poisoned, and
+    results are compared with those of the copy engines' algorithm."""
     case = kind(comm, *shape, dtype)
 
     def gathered():
         biases = [case.bias, None][: len(case.weights)]
-        return ops.all_gather_matmul(case.x, case.weights, comm, biases, algorithm="ring")[0][0]
+        return ops.all_gather_matmul(case.x, case.weights, comm, biases, algorithm="p2p")[0][0]
 
-    ring = {
+    p2p = {
         Gather: gathered,
         GatherOfOne: gathered,
-        Scatter: lambda: ops.matmul_reduce_scatter(case.x, case.weight, comm, case.bias, algorithm="ring"),
-        AllReduce: lambda: ops.matmul_all_reduce(case.x, case.weight, comm, case.bias, algorithm="ring"),
+        Scatter: lambda: ops.matmul_reduce_scatter(case.x, case.weight, comm, case.bias, algorithm="p2p"),
+        AllReduce: lambda: ops.matmul_all_reduce(case.x, case.weight, comm, case.bias, algorithm="p2p"),
     }[kind]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def step():
         case.x.mul_(1.7).add_(0.3).cos_()
         poison(case, case.run)
-        got, want = case.run()[0].float(), ring().float()
+        got, want = case.run()[0].float(), p2p().float()
         wrong.add_((~((got - want).abs() <= 0.02 * want.abs() + 0.15)).sum())
 
     soak(step, wrong)
@@ -465,7 +467,7 @@ WHOLE = pytest.mark.parametrize("kind", [GatherOfOne, Scatter], ids=lambda kind:
 @WHOLE
 def test_rows_that_differ(comm, make_comm, kind):
     other = make_comm(f"fused_rows_{kind.__name__}", timeout=timedelta(seconds=60))
-    kind(other, 128, 264, 520, torch.bfloat16).run()  # makes the memory
+    kind(other, 128, 264, 520, torch.bfloat16).run()  # allocates the memory
     rows = 64 if other.get_rank() == other.get_size() - 1 else 128
     differ(kind(other, rows, 264, 520, torch.bfloat16))
 
@@ -474,7 +476,7 @@ def test_a_rank_that_gathers_another_way(comm, make_comm):
     other = make_comm("fused_ways", timeout=timedelta(seconds=60))
     case = GatherOfOne(other, 128, 264, 520, torch.bfloat16)
     case.run()
-    way = "ring" if other.get_rank() == 0 else "fused"
+    way = "p2p" if other.get_rank() == 0 else "fused"
     torch.cuda.synchronize()
 
     def gather():
@@ -487,7 +489,8 @@ def test_a_rank_that_gathers_another_way(comm, make_comm):
 
 
 def test_ranks_whose_tiles_differ(comm, make_comm):
-    """k that differs is a mistake, which is told where it leads to other tiles: their words are not the same."""
+    """A k that differs by rank is an error, which is detected if it leads to other tiles: the signatures then
+    differ."""
     if comm.get_size() != 4:
         pytest.skip("sizes at which four ranks choose different tiles")
     other = make_comm("fused_tiles", timeout=timedelta(seconds=60))
@@ -514,7 +517,7 @@ def test_two_replays_at_once(comm, make_comm, kind, alone):
 
 @pytest.mark.parametrize(("rows", "k", "algorithm"), [(256, 128, "fused"), (255, 128, "sequential"), (256, 129, None)])
 def test_what_nobody_measured(comm, seed, rows, k, algorithm):
-    """By rule these kernels are taken where they can be, of rows that are worth it."""
+    """By rule these kernels are selected if they support the problem and it has enough rows."""
     torch.manual_seed(seed + comm.get_rank())
     size = comm.get_size()
     x, whole, w = (torch.randn(n, k, device="cuda").half() for n in (rows, rows * size, 264))
@@ -535,7 +538,7 @@ def test_what_nobody_measured(comm, seed, rows, k, algorithm):
             got = call()
             found = to.explain(op, *arguments)
             assert found.decided_by == "rule"
-            other = "chunked" if op == "matmul_all_reduce" else "ring"
+            other = "pipelined" if op == "matmul_all_reduce" else "p2p"
             assert found.algorithm == (algorithm or other), found
             close(got, want[op], k * size)
     finally:

@@ -1,12 +1,12 @@
-"""Product and all-reduce of few rows in one kernel: values of every tile, of what goes as lines and as vectors, in any
-order, with late ranks; the same bits everywhere; errors."""
+"""Product and all-reduce of few rows in one kernel: values of every tile, by LL and Simple, in any order, with late
+ranks; the same bits on all ranks; errors."""
 
 from datetime import timedelta
 
 import pytest
 import torch
 from replays import replay_ten_thousand_times, replay_with_late_ranks
-from test_direct import (
+from test_low_latency import (
     Problem,
     Sums,
     capture,
@@ -31,8 +31,8 @@ pytestmark = [
     ),
 ]
 DTYPES = [torch.float16, torch.bfloat16]
-# Rows, features, inner size: on both sides of what each kernel takes, with tiles that are cut off on both sides, k of
-# less than a stage, of one, of more than there are stages, and features for more blocks than a GPU has SMs.
+# Rows, features, inner size: on both sides of each kernel's limits, with tiles that are partial in both dimensions, k
+# of less than a stage, of one, of more than the number of stages, and features for more blocks than a GPU has SMs.
 SHAPES = [
     (1, 8, 8), (5, 520, 64), (16, 4096, 1032), (17, 264, 72), (32, 9000, 128), (33, 1000, 2056), (64, 1024, 520),
     (65, 520, 4104), (128, 264, 72), (129, 136, 128), (200, 4104, 264), (256, 2048, 1000), (255, 9000, 200),
@@ -58,7 +58,8 @@ def test_eager_and_captured(comm, seed, shape, dtype):
 
 @pytest.mark.parametrize("rows", [16, 100, 256])
 def test_operands_that_lie_in_other_ways(comm, seed, rows):
-    """Of each rank in another one: a weight that lies along its features, rows at an odd place, transposed rows."""
+    """Operands are laid out differently on each rank: a weight stored along its features, misaligned rows,
+    transposed rows."""
     problem = Few(comm, (rows, 520, 136))
     x, w = problem.x, problem.w
     for turn in range(3):
@@ -87,12 +88,12 @@ SOAKED = [((1, 64, 32), torch.bfloat16), ((60, 2048, 96), torch.float16), ((128,
 
 
 def soaked(comm, case):
-    """Both slots of the memory that ranks share have NaN before it."""
+    """Leaves NaN in both slots of the shared memory."""
     return Sums(Few(comm, *SOAKED[case], biased=False), poisonings=2)
 
 
 def test_any_order_with_late_ranks(comm, make_comm, seed):
-    """Lines and vectors, over the memory of two communicators."""
+    """LL and Simple, over the memory of two communicators."""
     comms = [comm, make_comm("fused_reduce_beside")]
     take_turns(comm, seed, [soaked(one, case) for one in comms for case in range(len(SOAKED))])
 
@@ -109,7 +110,7 @@ def test_ten_thousand_replays(comm, case):
 
 
 def test_sizes_in_turn_with_nothing_between(comm, seed):
-    """Each writes while the one before, of another size, may still be read."""
+    """Each call writes while the previous one, of another size, may still be read."""
     shapes = [
         (16, 9000, 16),
         (16, 4096, 16),
@@ -141,7 +142,7 @@ def test_sizes_in_turn_with_nothing_between(comm, seed):
 @pytest.mark.parametrize("mode", [Mode.CURRENT_TENSOR_SCALING, Mode.ROW_SCALING], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("shape", [(3, 520, 144), (17, 1000, 1040), (128, 264, 4112), (250, 4104, 272)], ids=str)
 def test_scaled_operands(comm, seed, shape, mode, out_dtype):
-    """A factor for a tensor, or for each row and feature, whose magnitudes differ."""
+    """One factor for a tensor, or for each row and feature; magnitudes differ."""
     rows, features, inner = shape
     draw = torch.Generator().manual_seed(seed)
     total, magnitude = 0, 0
@@ -162,12 +163,12 @@ def test_scaled_operands(comm, seed, shape, mode, out_dtype):
 
 
 def test_more_room_between_graphs_and_other_algorithms(comm, seed):
-    """A larger call makes new memory; the graph of the smaller one keeps the old."""
+    """A larger call allocates new memory; the graph of the smaller one keeps the old memory."""
     small, large = Few(comm, (8, 264, 64)), Few(comm, (256, 8192, 64))
     small.fill(seed)
     small.run()
     graph, results = capture(small.run)
-    for step, algorithm in enumerate(("fused", "direct", "ring", "fused")):
+    for step, algorithm in enumerate(("fused", "low_latency", "p2p", "fused")):
         large.fill(seed + step)
         large.check(large.run(algorithm))
         small.fill(seed + 10 + step)
@@ -188,7 +189,7 @@ def test_a_rank_that_stays_away(comm, make_comm, seed, rows, mode):
 @pytest.mark.parametrize("rows", [16, 200])
 def test_rows_that_differ(comm, make_comm, rows):
     other = make_comm(f"fused_reduce_rows_{rows}", timeout=timedelta(seconds=60))
-    Few(other, (rows, 512, 64)).run()  # makes the memory
+    Few(other, (rows, 512, 64)).run()  # allocates the memory
     differ(Few(other, (rows - 8 if other.get_rank() == other.get_size() - 1 else rows, 512, 64)))
 
 

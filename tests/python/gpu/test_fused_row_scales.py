@@ -20,7 +20,7 @@ MODE = int(Mode.ROW_SCALING)
 
 
 class Rows(Scaled):
-    """Rows whose magnitudes differ: a scale at a wrong row is seen."""
+    """Rows whose magnitudes differ, so that a misplaced scale is detected."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -102,19 +102,20 @@ def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kin
     ids=["RowGather", "RowScatter", "RowScatter in pieces"],
 )
 def test_ten_thousand_replays(comm, kind, shape):
-    """Nobody is held up; compared with the copy engine's way inside the graph, what is written to is NaN before."""
+    """No rank is delayed; results are compared with the copy engines' algorithm within the graph, and written memory
+    holds NaN before."""
     case = kind(comm, *shape, types=TYPES["4x4"], out_dtype=torch.bfloat16, bias=True)
     case.fill()
     source = torch.randn(case.x.shape, device="cuda")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    case.run("ring")
+    case.run("p2p")
 
     def step():
         source.mul_(1.7).add_(0.3).cos_()
         case.x.copy_(source)
         case.of_x.copy_(source[:, :1].exp())
         poison(case, case.run)
-        got, want = case.run()[0].float(), case.run("ring")[0].float()
+        got, want = case.run()[0].float(), case.run("p2p")[0].float()
         wrong.add_((~((got - want).abs() <= 0.02 * want.abs() + 0.01 * want.abs().amax())).sum())
 
     soak(step, wrong)

@@ -19,14 +19,14 @@ pytestmark = [
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TYPES = {"4x4": (E4M3, E4M3), "5x4": (E5M2, E4M3), "4x5": (E4M3, E5M2)}
-# Rows of a rank, in and out features. A stage of k is 128 elements.
+# Rows of a rank, input and output features. A stage of k is 128 elements.
 SHAPES = [(1, 16, 8), (24, 64, 136), (128, 256, 256), (200, 144, 1000), (257, 1104, 520), (512, 2048, 1024)]
 FULL = [(4096, 4096, 7168), (1024, 4096, 2048)]
 LARGE = (2048, 272, 4160)
 PIECES = (4200, 144, 2056)  # see test_fused.py
 SOAKED = (192, 336, 528)
-WIDE = (500, 272, 7112)  # the gather takes tiles of 128 x 224, of which the last ones are cut off on both sides
-FAST_SUMS = 2.0**-10  # of sum |lhs||rhs|: tensor cores keep some 14 bits of partial sums
+WIDE = (500, 272, 7112)  # the gather uses tiles of 128 x 224; the last ones are partial in both dimensions
+FAST_SUMS = 2.0**-10  # relative to sum |lhs||rhs|: tensor cores keep about 14 bits of partial sums
 
 
 class Scaled:
@@ -42,13 +42,13 @@ class Scaled:
     def fill(self):
         for data in (self.x, self.weight):
             data.copy_(torch.randn(data.shape, device="cuda") * 3)
-        # Other ones of each rank; sums of eight of them are in the range of fp16.
+        # Each rank has others; sums of eight of them are in the range of fp16.
         self.scales.uniform_(0.05, 2).mul_((self.rank + 1) / self.size)
         if self.bias is not None:
             self.bias.normal_()
 
     def values(self, data, scale):
-        """Of every rank, in float64."""
+        """Returns the values of every rank, in float64."""
         parts = comm_gather(self.comm, data.view(torch.uint8))
         factors = comm_gather(self.comm, scale)
         return [p.view(data.dtype).double() * f.double() for p, f in zip(parts, factors, strict=True)]
@@ -56,7 +56,7 @@ class Scaled:
     def close(self, got, want, magnitude, bias):
         step = torch.finfo(self.out_dtype).eps
         bias = bias.double() if bias is not None else 0
-        # Partial sums of every rank are rounded, and the result.
+        # Partial sums of every rank are rounded, and so is the result.
         bound = step * (want + bias).abs() + (FAST_SUMS + step) * magnitude + 1e-5
         assert torch.isfinite(got).all()
         worst = ((got.double() - want - bias).abs() / bound).max().item() if got.numel() else 0
@@ -64,7 +64,7 @@ class Scaled:
 
 
 class Gather(Scaled):
-    """x of all ranks has one factor."""
+    """The x of all ranks have one factor."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -94,7 +94,7 @@ class Gather(Scaled):
 
 
 class GatherOfOne(Gather):
-    """Of one product: its kernel brings the rows itself, if they are few."""
+    """An all-gather with one product: its kernel brings the rows itself if they are few."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -228,8 +228,8 @@ def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kin
     ids=[*(kind.__name__ for kind in KINDS), "Scatter in pieces"],
 )
 def test_ten_thousand_replays(comm, kind, shape, types, out_dtype):
-    """Nobody is held up. Inputs are made, what the operator will write to is poisoned, and results are compared with
-    those of the copy engine's way, inside the graph."""
+    """No rank is delayed. Within the graph, inputs are made, the memory that the operator writes is poisoned, and
+    results are compared with those of the copy engines' algorithm."""
     case = kind(comm, *shape, types=TYPES[types], out_dtype=out_dtype, bias=True)
     case.fill()
     source = torch.randn(case.x.shape, device="cuda")
@@ -240,7 +240,7 @@ def test_ten_thousand_replays(comm, kind, shape, types, out_dtype):
         source.mul_(1.7).add_(0.3).cos_()
         case.x.copy_(source)
         poison(case, case.run)
-        got, want = case.run()[0].float(), case.run("ring")[0].float()
+        got, want = case.run()[0].float(), case.run("p2p")[0].float()
         wrong.add_((~((got - want).abs() <= 0.02 * want.abs() + 0.01 * want.abs().amax())).sum())
 
     soak(step, wrong)

@@ -1,4 +1,4 @@
-"""The fused kernels where several are under way on streams that nothing orders, and where ranks have no rows."""
+"""The fused kernels with several in flight on streams that nothing orders, and with ranks that have no rows."""
 
 import json
 import random
@@ -18,16 +18,16 @@ pytestmark = [
 ]
 
 separate = pytest.mark.skipif(SHARES_GPU, reason="ranks that share a GPU take no turns")
-# Few tiles: kernels that wait for other ranks find room side by side.
+# Few tiles: kernels that wait for other ranks fit concurrently.
 SHAPE = (100, 264, 520)
-# Rows of a rank, in and out features, of kernels that leave other groups two SMs: tiles that the kernel sends, and
-# pieces that copy engines send.
+# Rows of a rank, input and output features, of kernels that leave two SMs to other groups: tiles that the kernel sends,
+# and pieces that copy engines send.
 WHOLE = {"one wave": (512, 512, 4096), "tiles": (768, 512, 4096), "pieces": (2048, 512, 4096)}
-MILLISECOND = 2_000_000  # of clocks, about
+MILLISECOND = 2_000_000  # of clocks, approximately
 
 
 def test_channels_at_once(make_comm, seed):
-    """One of each kind, for a communicator of its own, in an order that changes."""
+    """Runs one of each kind on a communicator of its own, in an order that changes."""
     comms = [make_comm(f"fused_at_once_{kind.__name__}") for kind in KINDS]
     cases = [kind(comm, *SHAPE, torch.bfloat16) for kind, comm in zip(KINDS, comms, strict=True)]
     captured = [capture(case.run) for case in cases]
@@ -54,11 +54,11 @@ def test_channels_at_once(make_comm, seed):
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("way", ["ll128", "push"])
+@pytest.mark.parametrize("way", ["ll128", "simple"])
 @pytest.mark.parametrize("shape", WHOLE)
 def test_a_collective_of_another_group_beside_a_reduction(make_comm, seed, shape, way, mode):
-    """On rank 0 the reduction has its SMs before the collective comes, and a product before that; on the others the
-    collective's blocks are there, of two ranks on all SMs, when the reduction comes."""
+    """On rank 0 the reduction has its SMs before the collective is launched, after a product. On the others the
+    collective's blocks are resident (with two ranks, on all SMs) when the reduction is launched."""
     name = f"{shape}_{way}_{mode}"
     own, other = make_comm(f"reduces_{name}"), make_comm(f"beside_{name}")
     case = Scatter(own, *WHOLE[shape], torch.bfloat16)
@@ -66,10 +66,10 @@ def test_a_collective_of_another_group_beside_a_reduction(make_comm, seed, shape
     square = torch.randn(1024, 1024, dtype=torch.bfloat16, device="cuda")
 
     def reduce_beside():
-        other.all_reduce(x, to.ReduceOp.SUM, False, hints={"direct_collectives": way})
+        other.all_reduce(x, to.ReduceOp.SUM, False, hints={"custom_collectives": way})
 
     reduce_beside()
-    if (taken := json.loads(to.flight_recorder.dump_json())["entries"][-1]["algorithm"]) != f"direct_{way}":
+    if (taken := json.loads(to.flight_recorder.dump_json())["entries"][-1]["algorithm"]) != way:
         pytest.skip(f"here it is {taken}")
     square @ square
     graph, outs = capture(case.run) if mode == "graph" else (None, case.run())
@@ -97,10 +97,10 @@ def test_a_collective_of_another_group_beside_a_reduction(make_comm, seed, shape
         assert (x == (i + 1) * own.get_size()).all()
 
 
-@separate  # else there are no turns
+@separate  # otherwise kernels take no turns
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_reductions_of_several_groups_in_the_order_of_the_calls(make_comm, seed, mode):
-    """On streams, or branches of a graph, each of which is late on some rank."""
+    """Runs on streams, or on branches of a graph, each of which is late on some rank."""
     draw = random.Random(seed)  # the same on all ranks
     cases = [Scatter(make_comm(f"turns_{mode}_{i}"), *WHOLE[shape], torch.bfloat16)
              for i, shape in enumerate(["pieces", "tiles", "one wave", "pieces"])]  # fmt: skip
@@ -137,7 +137,7 @@ def test_reductions_of_several_groups_in_the_order_of_the_calls(make_comm, seed,
 
 
 def test_one_channel_on_several_streams(comm, seed):
-    """Eager calls come one after the other, whatever stream each is on."""
+    """Eager calls run one after the other, on any streams."""
     draw = random.Random(seed)
     streams = [torch.cuda.Stream() for _ in range(3)]
     cases = [kind(comm, *SHAPE, torch.bfloat16) for kind in KINDS for _ in range(2)]

@@ -1,8 +1,8 @@
-"""Products on one GPU: values, plans, graphs, streams. By itself:
+"""Products on one GPU: values, plans, graphs, streams. Standalone:
 
     torchrun --nproc_per_node 1 -m pytest tests/python/gpu/test_gemm.py
 
-8-bit operands are skipped where tensor cores do not read them.
+8-bit operands are skipped if the tensor cores do not support them.
 """
 
 import os
@@ -27,7 +27,7 @@ PLAIN = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def draws(seed):
-    """Sums in fp32, by torch's settings; these and the layer's are put back."""
+    """Accumulates in fp32, by torch's settings; these and the layer's are restored."""
     torch.manual_seed(seed)
     settings = torch.backends.cuda.matmul
     names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -60,7 +60,7 @@ def test_unscaled(dtype, layout, epilogue, added):
 @pytest.mark.parametrize("sizes", [(33, 41, 57), (1, 8, 3), (7, 1, 5), (1, 1, 1), (5, 3, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_odd_sizes(dtype, sizes, epilogue):
-    """Rows that begin at no multiple of 16 bytes."""
+    """Rows begin at addresses that are no multiples of 16 bytes."""
     run(case_of(*sizes, dtype=dtype, epilogue=epilogue, layout="NN", rounds_product=True))
 
 
@@ -128,7 +128,7 @@ def test_8_bit_result(scaling, out_dtype, epilogue):
 def test_epilogues_are_fused(dtype, epilogue):
     if capability()[0] < 9:
         pytest.skip("what cuBLASLt fuses on older GPUs is another list")
-    layout = "TN" if epilogue == "bgrad" else "NT"  # those of the gradient of a weight, and of the forward pass
+    layout = "TN" if epilogue == "bgrad" else "NT"  # layouts of the gradient of a weight, and of the forward pass
     run(case_of(256, 512, 384, dtype=dtype, layout=layout, epilogue=epilogue))
     assert gemm_statistics()["composed"] == 0, f"{epilogue} of {dtype} ran as operators of torch"
 
@@ -218,7 +218,7 @@ def test_workspaces():
 
 
 def test_misaligned_views():
-    """Operands and results that begin one element after an aligned address."""
+    """Operands and results begin one element after an aligned address."""
     wide = {side: torch.randn(65, 65, device="cuda") for side in ("lhs", "rhs")}
     for dtype in (torch.float32, torch.bfloat16):
         lhs, rhs = (x.to(dtype)[1:, 1:] for x in wide.values())
@@ -232,7 +232,7 @@ def test_misaligned_views():
 
 
 def test_a_result_at_an_address_that_tensor_copies_refuse():
-    """Its rows are 16 bytes apart in whole numbers, but begin 8 bytes behind one."""
+    """The stride of its rows is a multiple of 16 bytes, but they begin 8 bytes after such an address."""
     layer.set_gemm_tuning("best")
     lhs, rhs = (torch.randn(512, 1024, device="cuda").bfloat16() for _ in range(2))
     out = torch.full((512, 520), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -244,7 +244,7 @@ def test_a_result_at_an_address_that_tensor_copies_refuse():
 
 
 def test_products_of_a_group_share_a_workspace():
-    """One that each of them divides k with: tall in k, few tiles."""
+    """Each product splits k and uses the workspace: tall in k, few tiles."""
     workspace = torch.empty(40 << 20, dtype=torch.uint8, device="cuda")
     cases = [case_of(64, 64, 65536, dtype=torch.bfloat16, workspace=workspace) for _ in range(6)]
     for _ in range(20):
@@ -262,7 +262,7 @@ def test_graphs_with_changing_inputs(scaling, warm):
         return case_of(264, 400, 640, dtype=dtype, scaling=scaling, epilogue=epilogue)
 
     case = draw()
-    # Handles and kernels of a library are not loaded in a capture.
+    # Handles and kernels of a library cannot be loaded during a capture.
     run(draw() if warm else draw("none"))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -279,7 +279,7 @@ def test_graphs_with_changing_inputs(scaling, warm):
         case.args.pre_gelu_out.fill_(float("nan"))
         eager = draw()
         graph.replay()
-        gemm(eager.args)  # beside the replay, on the same stream
+        gemm(eager.args)  # concurrently with the replay, on the same stream
         torch.cuda.synchronize()
         eager.check()
         case.expected, case.allowed = other.expected, other.allowed
@@ -316,7 +316,7 @@ GROUP = [
 
 
 def make_group(scaling):
-    """Of 8 bits only those that are not empty."""
+    """Returns the problems of a group; with 8 bits only those that are not empty."""
     options = {"dtype": E4M3 if scaling else torch.bfloat16, "scaling": scaling}
     group = [(one["sizes"], one.get("epilogue", "none")) for one in GROUP]
     return [case_of(*sizes, epilogue=epilogue, **options) for sizes, epilogue in group if 0 not in sizes or not scaling]
@@ -326,7 +326,7 @@ def make_group(scaling):
 def test_groups(scaling):
     for _ in range(3):
         cases = make_group(scaling)
-        torch.cuda._sleep(1_000_000)  # the fork waits for what is on the stream
+        torch.cuda._sleep(1_000_000)  # the fork waits for earlier work of the stream
         copies = [case.args.out.clone() for case in cases]
         grouped_gemm([case.args for case in cases])
         results = [case.args.out.clone() for case in cases]  # and the stream for the join
@@ -365,7 +365,7 @@ def test_measured_tuning():
     run(case_of(520, 1032, 776, dtype=torch.bfloat16, epilogue="bias_gelu_aux"))
     assert gemm_statistics()["measured"] == first["measured"]
     added = case_of(520, 1032, 776, dtype=torch.bfloat16, accumulate=True)
-    run(added)  # measured on scratch memory: out is added to once
+    run(added)  # measured on scratch memory: out is accumulated into once
 
 
 def test_nothing_is_measured_in_a_capture():

@@ -1,4 +1,5 @@
-"""The operators gemm, grouped_gemm and quantize on one GPU: beside their values on the CPU, and captured in a graph."""
+"""The operators gemm, grouped_gemm and quantize on one GPU: compared with their values on the CPU, and captured in a
+graph."""
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def data(seed):
 
 
 def close(got, want, what=""):
-    """Within the rounding of the result's dtype and of sums in another order."""
+    """Compares within the rounding of the result's dtype and of sums in another order."""
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[got.dtype]
     got, want = got.cpu().double(), want.double()
     scale = float(want.abs().max()) if want.numel() else 1.0
@@ -134,7 +135,7 @@ def test_autocast(dtype, data):
 
 
 def test_a_training_step_in_a_graph(data):
-    """Quantize, multiply and update the scale; inputs change between replays."""
+    """Quantizes, multiplies and updates the scale; inputs change between replays."""
     needs_fp8()
     x, w = torch.zeros(64, 128, device="cuda"), data(48, 128).cuda()
     history, scale = torch.zeros(4, device="cuda"), torch.ones(1, device="cuda")

@@ -1,14 +1,23 @@
-"""Branches of captured graphs: nothing that waits for SMs stands beside a kernel that has nearly all and waits for it.
+"""Branches of captured graphs: no kernel that waits for SMs is concurrent with a kernel that has nearly all SMs and
+waits for it.
 
-A fused kernel keeps every SM, or all but two, until all ranks' chunks have come. What brings the chunks may need copy
-engines alone: a copy within a device is a kernel, and so is a fill. A fused reduction waits for the same kernels of the
-other ranks, which have begun when all before them has ended; what runs beside it may need SMs, but nothing that waits
-for other ranks may.
+A fused kernel keeps every SM, or all but two, until the chunks of all ranks have arrived. Sending the chunks must
+need only copy engines: a copy within a device is a kernel, and so is a fill. A fused reduction waits for the same
+kernels of the other ranks, which start when all their predecessors have ended. Concurrent kernels may need SMs, but
+none of them may wait for other ranks.
 """
 
 import pytest
 import torch
-from graph_branches import NARROW, REDUCTIONS, WAITS, WIDE, beside, held_up, reachable
+from graph_branches import (
+    FULL_GRID_WAITS,
+    REDUCTIONS,
+    SINGLE_BLOCK_WAITS,
+    WAITS,
+    blocked_nodes,
+    concurrent_nodes,
+    reachable,
+)
 from graph_nodes import Copy, Kernel, captured
 from overlap_gpu_cases import KINDS, SMALL
 from shared_gpus import SHARES_GPU
@@ -32,16 +41,16 @@ def random(*shape):
 
 
 def named(nodes, *parts):
-    """The kernels among them that have one of these in their names."""
+    """Returns the kernels with one of these parts in their names."""
     return [n for n in nodes if isinstance(n, Kernel) and any(part in n.name for part in parts)]
 
 
 def around(issue, *names):
-    """For each kernel of these names, what may run beside it."""
+    """Returns, for each kernel of these names, the nodes that may run concurrently with it."""
     issue()  # memory is shared, and kernels are loaded
     nodes, edges = captured(issue)
     found = [i for i, node in enumerate(nodes) if named([node], *names)]
-    return [[nodes[i] for i in beside(at, range(len(nodes)), edges)] for at in found]
+    return [[nodes[i] for i in concurrent_nodes(at, range(len(nodes)), edges)] for at in found]
 
 
 GATHERS = {
@@ -101,7 +110,7 @@ def test_a_fused_gather_of_few_rows_is_one_kernel(comm):
 
 
 def nothing_waits_in(found):
-    """Of what may run beside each kernel."""
+    """Checks that no kernel waits for ranks among the nodes that are concurrent with each kernel."""
     for others in found:
         assert named(others, *WAITS) == []
 
@@ -128,7 +137,7 @@ def test_few_rows_are_multiplied_and_summed_by_one_kernel(comm):
 
 @separate
 def test_a_fused_sum_waits_for_copies_to_other_devices(comm):
-    """The pieces of the last chunks may be under way, and their products are done."""
+    """The pieces of the last chunks may be in flight, but their products are done."""
     size = comm.get_size()
     x, w = random(4200 * size, 256), random(2056, 256)
 
@@ -141,10 +150,10 @@ def test_a_fused_sum_waits_for_copies_to_other_devices(comm):
     goes_out = {i for i in everything if isinstance(nodes[i], Copy) and nodes[i].to_device != own}
     assert sum(nodes[i].bytes > 4 for i in goes_out) == 2 * (size - 1)
     (wide,) = (i for i in everything if named([nodes[i]], "fused_sum_kernel"))
-    others = beside(wide, everything, edges)
+    others = concurrent_nodes(wide, everything, edges)
     assert others
     assert set(others) <= goes_out, [nodes[i] for i in others]
-    assert not goes_out & set(held_up(wide, everything, edges, lambda i: i not in goes_out))
+    assert not goes_out & set(blocked_nodes(wide, everything, edges, lambda i: i not in goes_out))
 
 
 FUSED = [case for dtype in (torch.bfloat16, torch.float8_e4m3fn) for case in cases_of(dtype, has_fused=True)
@@ -161,9 +170,9 @@ def test_beside_other_fused_reductions_nothing_waits_for_ranks(comm, case):
 
 
 @separate
-@pytest.mark.parametrize("algorithm", ["ring", "fused"])
+@pytest.mark.parametrize("algorithm", ["p2p", "fused"])
 def test_a_reduction_begins_beside_its_first_product(comm, algorithm):
-    """What concerns other ranks comes behind the begin."""
+    """All nodes that concern other ranks follow the begin."""
     size, own = comm.get_size(), torch.cuda.current_device()
     x, w = random(4200 * size, 256), random(2056, 256)
 
@@ -187,8 +196,8 @@ def test_a_reduction_begins_beside_its_first_product(comm, algorithm):
 def waiting_kernels(issue):
     issue()
     nodes, _ = captured(issue)
-    assert named(nodes, *WIDE) == []
-    return named(nodes, *NARROW)
+    assert named(nodes, *FULL_GRID_WAITS) == []
+    return named(nodes, *SINGLE_BLOCK_WAITS)
 
 
 APART = [case for case in WAITING if case not in IN_ONE_KERNEL]
@@ -196,7 +205,7 @@ APART = [case for case in WAITING if case not in IN_ONE_KERNEL]
 
 @pytest.mark.parametrize("case", APART, ids=lambda case: case.name)
 def test_what_waits_over_a_channel_is_one_block(comm, case):
-    """Whatever it waits for, products and the copies of others have the other SMs."""
+    """The kernel that waits has one block, so products and copies of other operations have the other SMs."""
     inputs = [torch.randn(shape, device="cuda") for shape in case.shapes]
     found = waiting_kernels(lambda: case.run(comm, *inputs))
     assert found
@@ -207,7 +216,7 @@ def test_what_waits_over_a_channel_is_one_block(comm, case):
 def test_a_kernel_that_does_all_stands_alone(comm, case):
     """All of its blocks wait, and they are many."""
     inputs = [torch.randn(shape, device="cuda") for shape in case.shapes]
-    name = "direct_gather_kernel" if "all_gather" in case.name else "direct_sum_kernel"
+    name = "low_latency_gather_kernel" if "all_gather" in case.name else "low_latency_sum_kernel"
     assert around(lambda: case.run(comm, *inputs), name) == [[]]
 
 
@@ -220,21 +229,21 @@ def test_what_waits_in_the_overlap_classes_is_one_block(comm, kind):
     assert all(n.blocks == 1 for n in found), found
 
 
-# Copies to each other rank. Those of an all-to-all in front of a product come in pieces.
+# Number of copies to each other rank. Those of an all-to-all before a product are split into pieces.
 COPIES = {"all_gather_matmul": 1, "matmul_reduce_scatter": 1, "all_to_all_matmul": 4, "matmul_all_to_all": 1}
 
 
 @separate
 @pytest.mark.parametrize("op", list(COPIES))
 def test_products_of_chunks_wait_for_copies_alone(comm, op):
-    """What waits is one block of its own kernel; beside it come the copies, whose own ways need no SM. None of these
-    waits for another rank that has begun."""
+    """Only one block waits, in a kernel of its own. Concurrent with it are the copies, which need no SM. None of the
+    copies waits for another rank that has begun."""
     size = comm.get_size()
     x, w = random(1024, 512), random(768, 512 * size if op == "all_to_all_matmul" else 512)
     weight = [w] if op in ("all_gather_matmul", "matmul_all_to_all") else w
 
     def issue():
-        return getattr(ops, op)(x, weight, comm, algorithm="ring")
+        return getattr(ops, op)(x, weight, comm, algorithm="p2p")
 
     issue()
     nodes, edges = captured(issue)
@@ -243,11 +252,11 @@ def test_products_of_chunks_wait_for_copies_alone(comm, op):
     assert all(nodes[i].blocks == 1 for i in waiting), [nodes[i] for i in waiting]
     own = torch.cuda.current_device()
     copies = [i for i, n in enumerate(nodes) if isinstance(n, Copy) and n.to_device != own]
-    if op == "matmul_all_to_all":  # what has come is copied to the result, whose device its address may not tell
+    if op == "matmul_all_to_all":  # arrived data is copied to the result, whose device may not follow from its address
         told = {first for first, second in edges if isinstance(nodes[second], Copy) and nodes[second].bytes == 4}
         copies = [i for i in copies if i in told or nodes[i].bytes == 4]
     assert sum(nodes[i].bytes > 4 for i in copies) == COPIES[op] * (size - 1)
-    if op == "matmul_reduce_scatter":  # its second product begins behind an await of nothing
+    if op == "matmul_reduce_scatter":  # its second product follows an await of nothing
         return
     before = [(second, first) for first, second in edges]
     assert not [i for i in copies if waiting & reachable(i, before)]
@@ -255,13 +264,13 @@ def test_products_of_chunks_wait_for_copies_alone(comm, op):
 
 # --- A layer ------------------------------------------------------------------------------------------------------
 
-# What must be found, with sequence parallelism and without.
+# Kernels that must be present, with sequence parallelism and without.
 WAYS = {
     "fused": (("fused_gather_kernel", "fused_scatter_kernel"), ("fused_scatter_kernel",)),
-    "direct": (("direct_gather_kernel", "direct_sum_kernel"), ("direct_sum_kernel",)),
-    "ring": (NARROW, NARROW),
-    "bulk": (NARROW, ()),
-    "chunked": ((), ()),
+    "low_latency": (("low_latency_gather_kernel", "low_latency_sum_kernel"), ("low_latency_sum_kernel",)),
+    "p2p": (SINGLE_BLOCK_WAITS, SINGLE_BLOCK_WAITS),
+    "bulk": (SINGLE_BLOCK_WAITS, ()),
+    "pipelined": ((), ()),
     "auto": ((), ()),
 }
 
@@ -284,9 +293,9 @@ def step_of_a_layer(comm, algorithm, sequence_parallel, rows=512):
 
 
 def check_branches(step):
-    """What waits with all its blocks has nothing beside it that waits for ranks, too, and no copy to one that comes
-    behind what needs an SM; beside a fused gather, copies to other devices alone. What else waits over a channel is one
-    block."""
+    """A kernel whose blocks all wait is concurrent with no kernel that waits for ranks, and with no copy to a rank
+    that follows a node that needs an SM; a fused gather is concurrent only with copies to other devices. Other
+    kernels that wait over a channel have one block."""
     for _ in range(2):
         step()
     nodes, edges = captured(step)
@@ -295,11 +304,11 @@ def check_branches(step):
     def goes_out(i):
         return isinstance(nodes[i], Copy) and nodes[i].to_device != own
 
-    assert all(n.blocks == 1 for n in named(nodes, *NARROW))
-    for wide in (i for i in everything if named([nodes[i]], *WIDE)):
-        others = beside(wide, everything, edges)
+    assert all(n.blocks == 1 for n in named(nodes, *SINGLE_BLOCK_WAITS))
+    for wide in (i for i in everything if named([nodes[i]], *FULL_GRID_WAITS)):
+        others = concurrent_nodes(wide, everything, edges)
         assert named([nodes[i] for i in others], *WAITS) == []
-        held = held_up(wide, everything, edges, lambda i: not goes_out(i))
+        held = blocked_nodes(wide, everything, edges, lambda i: not goes_out(i))
         assert not [nodes[i] for i in held if goes_out(i)]
         if "fused_gather_kernel" in nodes[wide].name:
             assert all(goes_out(i) for i in others), [nodes[i] for i in others]

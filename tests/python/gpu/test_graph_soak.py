@@ -1,4 +1,4 @@
-"""Many replays of every operation in one go: inputs, operation and comparison are all in the graph."""
+"""Many replays of every operation in one run: inputs, operation and comparison are all in the graph."""
 
 import random
 import time
@@ -14,7 +14,7 @@ EACH = each([CountedBarrier if kind is Barrier else kind for kind in CASES])
 
 
 def capture_all(case):
-    """The next step's inputs, the operation, and its result compared: as a graph, and to be called eagerly."""
+    """Runs the next step's inputs, the operation, and the comparison of its result: as a graph, and eagerly."""
     step = torch.zeros((), dtype=torch.int64, device="cuda")
     case.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 
@@ -45,7 +45,7 @@ def test_ten_thousand_replays(on, seed, kind):
 
 @EACH
 def test_two_hundred_replays_with_a_late_rank(on, seed, kind):
-    """And eager calls in between."""
+    """Also runs eager calls in between."""
     case = kind(on)
     graph, once = capture_all(case)
     draw = random.Random(seed)  # the same on all ranks

@@ -51,10 +51,10 @@ def test_watched_graphs_replay_as_others_do(watched, mode):
 
 @pytest.mark.parametrize("queued", [1, 5])
 def test_a_rank_that_does_not_replay_is_reported(comm, watched, queued):
-    """Also with more replays queued behind it: all end, and the device is free again."""
+    """The timeout also ends replays that were enqueued after it, and the device is free again."""
     lonely = watched(f"not_replayed_{queued}")
     first, second = AllReduce(lonely), AllGatherSingle(lonely)
-    capture(first, "leaf").replay()  # another graph, gone before
+    capture(first, "leaf").replay()  # another graph, already destroyed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         first.issue(False)
@@ -73,8 +73,8 @@ def test_a_rank_that_does_not_replay_is_reported(comm, watched, queued):
         with pytest.raises(to.OperationTimeoutError, match=message):
             first.issue(True)
         begin = time.monotonic()
-        torch.cuda.synchronize()  # the kernels are gone
-        graph.replay()  # and those of a later replay go at once
+        torch.cuda.synchronize()  # the kernels have ended
+        graph.replay()  # the kernels of a later replay end at once
         torch.cuda.synchronize()
         assert time.monotonic() - begin < 2
     else:
@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_replay_is_reported(comm, watched, queued):
 
 
 def test_abort_ends_replays_that_are_queued(comm, make_comm):
-    """Without the hint: nothing watches the replays, but an abort from the host ends all of them."""
+    """Without the hint no watchdog covers the replays, but an abort from the host ends all of them."""
     hung = make_comm("hung_in_replays")
     case = AllReduce(hung)
     graph = capture(case, "wait")

@@ -1,4 +1,5 @@
-"""How frameworks use graphs: captures beside running threads, again and again, graphed callables, torch.compile."""
+"""Uses of graphs in frameworks: captures concurrent with threads, repeated captures, graphed callables,
+torch.compile."""
 
 import threading
 from datetime import timedelta
@@ -64,7 +65,7 @@ def test_capture_again_and_again(comm):
 
 
 def test_a_second_capture_beside_the_first_is_refused_and_leaves_it_whole(comm):
-    """The first has an operation left as a leaf, behind which the next one must be."""
+    """The first operation is left as a leaf, and the next one must follow it."""
     size, x = comm.get_size(), torch.zeros(1 << 20, device="cuda")
     eager = comm.all_reduce(torch.ones(8, device="cuda"), to.ReduceOp.SUM, async_op=True)
     eager.wait()
@@ -92,7 +93,7 @@ def test_a_second_capture_beside_the_first_is_refused_and_leaves_it_whole(comm):
 
 
 def test_a_graph_lives_on_without_its_handle(comm, make_comm):
-    """Both ways: graph without the Python object, and a capture that is thrown away."""
+    """Both ways: a graph whose Python object is dropped, and a capture that is discarded."""
     fresh = make_comm("handle_dropped")
     case = AllReduce(fresh)
     graph = capture(case, "leaf")
@@ -205,7 +206,7 @@ def test_what_cannot_be_captured_says_so_and_leaves_the_capture_whole(comm, make
         "finalize": spare.finalize,
         "reconfigure": lambda: spare.reconfigure(1, [spare.get_init_handle()]),
         "all_reduce": lambda: comm.all_reduce(sparse, to.ReduceOp.SUM, async_op=False),
-        "broadcast": lambda: staged.broadcast(x, 0, async_op=False),  # through the host
+        "broadcast": lambda: staged.broadcast(x, 0, async_op=False),  # staged on the host
         "symmetric_empty": lambda: to.symmetric_empty(8, torch.float32, comm),
         "all_gather_object": lambda: to.objcol.all_gather_object(comm, objects, rank),
         "gather_object": lambda: to.objcol.gather_object(comm, rank, 0, objects),
@@ -226,7 +227,7 @@ def test_what_cannot_be_captured_says_so_and_leaves_the_capture_whole(comm, make
     x.fill_(1)
     graph.replay()
     assert (x == size**2).all()
-    for one in (spare, staged):  # as they were
+    for one in (spare, staged):  # unchanged
         x.fill_(rank + 1)
         one.all_reduce(x, to.ReduceOp.SUM, async_op=False)
         assert (x == sum(range(1, size + 1))).all()

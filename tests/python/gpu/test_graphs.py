@@ -72,7 +72,7 @@ def test_waits_inside_a_capture_order_what_reads_the_result(comm):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work = comm.all_reduce(x, to.ReduceOp.SUM, async_op=True)
-        z = y * 2  # beside it
+        z = y * 2  # concurrently
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work.wait()
@@ -129,15 +129,15 @@ def test_the_watchdog_does_not_break_a_long_capture(comm):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     torch.cuda._sleep(1_000_000_000)
-    pending = comm.all_reduce(warm, to.ReduceOp.SUM, async_op=True)  # something to look at
+    pending = comm.all_reduce(warm, to.ReduceOp.SUM, async_op=True)  # a pending work to query
     with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin()  # the strictest mode: a careless question of any thread breaks it
+        graph.capture_begin()  # the strictest mode: any unsafe query of any thread breaks it
         deadline = time.monotonic() + 20
-        while not pending.is_completed() and time.monotonic() < deadline:  # may be asked during a capture
+        while not pending.is_completed() and time.monotonic() < deadline:  # a query is allowed during a capture
             time.sleep(0.05)
         status = pending.status()
         case.issue(async_op=True)
-        time.sleep(0.3)  # several looks of the watchdog
+        time.sleep(0.3)  # several polls of the watchdog
         graph.capture_end()
     assert status == to.WorkStatus.COMPLETED
     pending.wait()
@@ -183,7 +183,7 @@ def test_finalize_before_the_last_replay(make_comm):
     del case, ending
     gc.collect()
     graph.reset()
-    time.sleep(1)  # the native communicator goes now, on a thread of its own
+    time.sleep(1)  # the native communicator is destroyed now, on a thread of its own
 
 
 def test_the_graph_dies_before_finalize(make_comm):

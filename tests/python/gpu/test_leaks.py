@@ -1,4 +1,4 @@
-"""What many communicators leave behind: no threads, descriptors, device memory or streams."""
+"""Many communicators leave no threads, descriptors, device memory or streams."""
 
 import gc
 import os
@@ -18,7 +18,8 @@ MIB = 1 << 20
 
 
 def resources():
-    """Threads, descriptors, the device's memory in use, in MiB, and streams that the library has made."""
+    """Returns the numbers of threads and descriptors, the device's memory in use, in MiB, and streams made by the
+    library."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -28,7 +29,7 @@ def resources():
 
 
 def once(turn):
-    """Collectives of NCCL's and of our own kernels, messages, both streams, and a child."""
+    """Runs NCCL's collectives and custom ones, messages, both streams, and a child."""
     device = torch.device("cuda")
     options = {"timeout": timedelta(seconds=60), "abort_process_on_timeout_or_error": False}
     made = to.new_comm("nccl", device, f"turn{turn % 7}", **options)
@@ -69,7 +70,7 @@ def test_many_communicators_leave_nothing_behind(comm):
         if turn % 10 == 9:
             print(f"{turn + 1} communicators after {time.monotonic() - begin:.1f} s", flush=True)
     comm.barrier(async_op=False)
-    deadline = time.monotonic() + 60  # what ends in the background may take a moment
+    deadline = time.monotonic() + 60  # background work may need a moment to end
     after = resources()
     while any(now > then for now, then in zip(after, before, strict=True)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -78,5 +79,5 @@ def test_many_communicators_leave_nothing_behind(comm):
     assert after[0] <= before[0] + 2, f"threads: {before[0]} -> {after[0]}"
     assert after[1] <= before[1] + 4, f"descriptors: {before[1]} -> {after[1]}"
     assert after[2] <= before[2] + 64, f"device memory in MiB: {before[2]} -> {after[2]}"
-    # They serve again once what was queued on them has ended: a few more may have been busy at a time.
+    # Streams are reused once the work enqueued on them has ended: a few more may have been busy at a time.
     assert 0 < after[3] <= before[3] + 16, f"streams: {before[3]} -> {after[3]}"

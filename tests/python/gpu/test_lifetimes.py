@@ -1,4 +1,4 @@
-"""Tensors live until the operation is done, whatever the caller drops, on whichever streams they were made and used."""
+"""Tensors live until the operation is done, even if the caller drops them, on any streams that made or used them."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import torch_overlap as to
 pytestmark = pytest.mark.gpu(2)
 
 SHAPE = (4, 1024, 1024)
-LATE = 50_000_000  # cycles that one rank is late: the operation of the others runs as long
+LATE = 50_000_000  # cycles by which one rank is late: the others' operation runs as long
 
 
 def operations(comm):

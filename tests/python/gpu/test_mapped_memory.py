@@ -1,6 +1,7 @@
 """Sends and receives between memory that other processes can map and memory that they cannot.
 
-NCCL maps the former into the peer, in captures by itself, and does not ask whether the other side is of the same kind.
+NCCL maps the former into the peer, in captures by default, and does not check that the other side is of the same
+kind.
 """
 
 import pytest
@@ -34,7 +35,7 @@ def expected(op, xs, rank):
     return torch.cat([x.chunk(len(xs))[rank] for x in xs])
 
 
-@pytest.mark.parametrize("mebibytes", [1 / 16, 8])  # on both sides of where NCCL begins with it
+@pytest.mark.parametrize("mebibytes", [1 / 16, 8])  # on both sides of the size at which NCCL starts to do so
 @pytest.mark.parametrize(("gives", "gets"), [("shared", "plain"), ("plain", "shared"), ("shared", "shared")])
 @pytest.mark.parametrize("op", [ring, all_to_all], ids=lambda op: op.__name__)
 def test_replays_between_kinds_of_memory(nccl_comm, seed, op, gives, gets, mebibytes):
@@ -58,7 +59,7 @@ def test_replays_between_kinds_of_memory(nccl_comm, seed, op, gives, gets, mebib
 
 
 def test_a_graph_keeps_memory_that_is_mapped(nccl_comm):
-    """NCCL finds the peers' mappings of a graph by address: other memory there would go to what was freed."""
+    """NCCL finds the peers' mappings of a graph by address: new memory there would be sent to the freed one."""
 
     def fresh():
         return to.symmetric_empty(2**22, torch.float32, nccl_comm)
@@ -87,7 +88,7 @@ def test_a_graph_keeps_memory_that_is_mapped(nccl_comm):
 
 @pytest.fixture
 def registered(nccl_comm):
-    """Makes a tensor of 8 MiB a rank, registered until the test is over."""
+    """Returns a function that makes a tensor of 8 MiB per rank, registered until the end of the test."""
     made = []
 
     def make(dtype):

@@ -1,5 +1,5 @@
-"""The parallel modules over NCCL by every algorithm, eagerly and in graphs: against the same on one rank in fp64, and
-layers on 8-bit floats against fp64 products of the values that they quantize."""
+"""The parallel modules over NCCL with every algorithm, eagerly and in graphs, against the same on one rank in fp64;
+and layers on 8-bit floats against fp64 products of the values that they quantize."""
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ from torch_overlap.ops.gemm import ScalingMode
 pytestmark = pytest.mark.gpu(2)
 
 FEATURES, HEADS, HIDDEN, SEQUENCE, BATCH = 1024, 16, 2048, 1024, 2
-ALGORITHMS = ["sequential", "chunked", "ring", "bulk", "fused", "direct", "auto"]
+ALGORITHMS = ["sequential", "pipelined", "p2p", "bulk", "fused", "low_latency", "auto"]
 MODULES = {
     "mlp": lambda comm, **options: tnn.ParallelMLP(FEATURES, HIDDEN, comm, activation="swiglu", **options),
-    # The gradient of a key's bias is 0 but for roundings.
+    # The gradient of a key's bias is 0 except for rounding.
     "attention": lambda comm, **options: tnn.ParallelSelfAttention(
         FEATURES, HEADS, comm, kv_heads=8, bias=False, **options
     ),
@@ -33,7 +33,7 @@ def alone(comm):
 
 
 class Problem:
-    """A module, and the same whole in fp64; inputs that change."""
+    """A module, and the same unsharded in fp64; inputs change."""
 
     def __init__(self, comm, alone, kind, algorithm, seed, **options):
         self.comm, self.generator = comm, torch.Generator(device="cuda").manual_seed(seed)
@@ -81,8 +81,8 @@ class Problem:
         return want
 
     def check(self, got):
-        """On all ranks alike: who stopped alone would leave the others waiting. Errors scale with a row's elements:
-        the first rows of causal attention are means of few values."""
+        """Fails on all ranks alike: if only one stopped, the others would wait for it. Errors scale with a row's
+        elements: the first rows of causal attention are means of few values."""
         wrong = {}
         for name, want in self.expected().items():
             error, size = (got[name].double() - want).abs(), want.square().mean(-1, keepdim=True).sqrt()
@@ -119,7 +119,7 @@ def test_eager_and_captured(comm, alone, seed, kind, algorithm):
     eager_and_captured(Problem(comm, alone, kind, algorithm, seed))
 
 
-@pytest.mark.parametrize("algorithm", ["sequential", "ring", "auto"])
+@pytest.mark.parametrize("algorithm", ["sequential", "p2p", "auto"])
 @pytest.mark.parametrize("kind", list(MODULES))
 def test_gathered_rows_are_kept(comm, alone, seed, kind, algorithm):
     eager_and_captured(Problem(comm, alone, kind, algorithm, seed, keep_gathered=True))
@@ -137,14 +137,14 @@ LAYERS = {
 }
 
 
-# Of rows, and of weights. What a rank has are whole blocks, so that those of all ranks are those of the whole.
+# Modes of rows, and of weights. Each rank has whole blocks, so that the blocks of all ranks are those of the whole.
 MODES = {"current": (ScalingMode.CURRENT_TENSOR_SCALING,) * 2, "delayed": (ScalingMode.CURRENT_TENSOR_SCALING,) * 2,
          "mxfp8": (ScalingMode.MXFP8_1D_SCALING,) * 2,
          "block": (ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING)}  # fmt: skip
 
 
 class Float8Problem:
-    """A layer on 8-bit floats, and its products in fp64 of the same 8-bit values; inputs that change."""
+    """A layer on 8-bit floats, and its products in fp64 of the same 8-bit values; inputs change."""
 
     def __init__(self, comm, kind, scaling, algorithm, seed):
         self.comm, self.generator = comm, torch.Generator(device="cuda").manual_seed(seed)
@@ -178,7 +178,7 @@ class Float8Problem:
         return self.own_features(w, 0) if self.is_column else self.part(w, 1)
 
     def fill(self):
-        """And what the scales are: those of delayed scaling change in a step."""
+        """The same, with the scales: those of delayed scaling change in a step."""
         self.all_x = self.draw(SEQUENCE, BATCH, self.weight.size(1))
         self.all_factor = self.draw(SEQUENCE, BATCH, self.weight.size(0))
         with torch.no_grad():
@@ -198,7 +198,8 @@ class Float8Problem:
         return {"y": y.detach(), "x": self.x.grad, "weight": weight_grad}
 
     def values(self, x, which):
-        """What stands for x [rows, k], in fp64. which: activations, weights or gradients."""
+        """Returns the values in fp64 that the quantized x [rows, k] represents. which: activations, weights or
+        gradients."""
         dtype = self.recipe.backward_dtype if which == 2 else self.recipe.forward_dtype
         mode = MODES[self.recipe.scaling][which == 1]
         if self.scales is None:
@@ -216,10 +217,10 @@ class Float8Problem:
                 "weight": self.own_weight(dw)}  # fmt: skip
 
     def check(self, got):
-        """The 8-bit values are the same, but for a last bit of the scale that turns a few. Results are bfloat16, and so
-        are the partial sums of a reduce-scatter: 2^-9 of each. Hopper sums forward products in 14 bits or so: 2^-13 of
-        sum |a b|, which is 0.64 sqrt(k) < 30 times the result's mean square, in steps that may all err to one side. A
-        scale of another block is off by a factor of 2, one rank's rows in the place of another's by everything."""
+        """The 8-bit values are the same, except that a last bit of the scale changes a few. Results are bfloat16,
+        and so are the partial sums of a reduce-scatter: 2^-9 of each. Hopper accumulates forward products in about
+        14 bits: 2^-13 of sum |a b|, which is 0.64 sqrt(k) < 30 times the result's mean square, in steps that may all
+        err to one side. A scale of another block is wrong by a factor of 2; a row of another rank is entirely wrong."""
         wrong = {}
         for name, want in self.expected().items():
             error, size = (got[name].double() - want).abs(), want.square().mean(-1, keepdim=True).sqrt()
@@ -227,7 +228,7 @@ class Float8Problem:
         agree(self.comm, wrong)
 
 
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring", "bulk", "auto"])
+@pytest.mark.parametrize("algorithm", ["sequential", "pipelined", "p2p", "bulk", "auto"])
 @pytest.mark.parametrize("scaling", list(MODES))
 @pytest.mark.parametrize("kind", list(LAYERS))
 def test_8_bit_layers_eager_and_captured(comm, seed, kind, scaling, algorithm):

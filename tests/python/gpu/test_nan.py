@@ -1,4 +1,4 @@
-"""A NaN of any rank propagates through MIN and MAX, at every size, by our kernels and over NCCL."""
+"""A NaN of any rank propagates through MIN and MAX, at every size, with custom collectives and over NCCL."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Many replays of operators that move data and multiply: inputs, operator and comparison are all in the graph. Before
-each call what it writes to, on the way too, is NaN."""
+"""Many replays of operators that move data and multiply: inputs, operator and comparison are all in the graph. All
+memory that a call writes, including staging memory, holds NaN before it."""
 
 import random
 import time
@@ -13,13 +13,13 @@ from soak_cases import DTYPES, FUSED_DTYPES, WAITING, Replay, cases_of
 pytestmark = pytest.mark.gpu(2)
 
 NAMES = ["all_reduce", "all_gather_async", "reduce_scatter", "all_to_all_async", "broadcast", "permute",
-         "all_to_all_v_async", "all_gather_matmul-chunked", "all_gather_matmul-ring",
-         "matmul_reduce_scatter-sequential", "matmul_reduce_scatter-ring", "matmul_all_reduce-chunked",
-         "all_to_all_matmul-chunked", "all_to_all_matmul-ring", "matmul_all_to_all-chunked",
-         "matmul_all_to_all-ring", "matmul_all_reduce-ring", "bulk_overlap_matmul-all_gather-chunked",
-         "bulk_overlap_matmul-reduce_scatter-chunked", "bulk_overlap_matmul-all_gather-bulk",
-         "bulk_overlap_matmul-reduce_scatter-bulk", "all_gather_matmul-direct", "matmul_reduce_scatter-direct",
-         "matmul_all_reduce-direct"]  # fmt: skip
+         "all_to_all_v_async", "all_gather_matmul-pipelined", "all_gather_matmul-p2p",
+         "matmul_reduce_scatter-sequential", "matmul_reduce_scatter-p2p", "matmul_all_reduce-pipelined",
+         "all_to_all_matmul-pipelined", "all_to_all_matmul-p2p", "matmul_all_to_all-pipelined",
+         "matmul_all_to_all-p2p", "matmul_all_reduce-p2p", "bulk_overlap_matmul-all_gather-pipelined",
+         "bulk_overlap_matmul-reduce_scatter-pipelined", "bulk_overlap_matmul-all_gather-bulk",
+         "bulk_overlap_matmul-reduce_scatter-bulk", "all_gather_matmul-low_latency",
+         "matmul_reduce_scatter-low_latency", "matmul_all_reduce-low_latency"]  # fmt: skip
 assert set(NAMES) <= {case.name for case in CASES}
 assert {case.name for case in OVER_CHANNELS} <= set(NAMES)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -27,7 +27,7 @@ IS_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[
 
 
 def all_of(dtype):
-    """Where ranks share a GPU, fused gathers are refused."""
+    """Fused gathers are refused if ranks share a GPU."""
     cases = cases_of(dtype, has_fused=IS_HOPPER)
     return [case for case in cases if not (SHARES_GPU and "all_gather" in case.name and case.name.endswith("fused"))]
 
@@ -39,8 +39,8 @@ def each_of(grid):
 
 EACH = each_of([
     *((case, torch.float32) for case in CASES if case.name in NAMES),
-    *((case, BF16) for case in all_of(BF16) if "rms_norm" in case.name or case.name.endswith("to_all-ring")),
-    *((case, E4M3) for case in all_of(E4M3) if case.name.endswith("ring") or "all_reduce" in case.name),
+    *((case, BF16) for case in all_of(BF16) if "rms_norm" in case.name or case.name.endswith("to_all-p2p")),
+    *((case, E4M3) for case in all_of(E4M3) if case.name.endswith("p2p") or "all_reduce" in case.name),
 ])  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_ten_thousand_replays(comm, seed, case, dtype):
 @pytest.mark.slow
 @EACH
 def test_two_hundred_replays_with_a_late_rank(comm, seed, case, dtype):
-    """And eager calls in between."""
+    """Also runs eager calls in between."""
     replay = Replay(comm, case, seed, dtype)
     draw = random.Random(seed)  # the same on all ranks
     for _ in range(200):
@@ -70,8 +70,8 @@ def test_two_hundred_replays_with_a_late_rank(comm, seed, case, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_operators_in_turns(comm, seed, dtype):
-    """200 rounds of all of a dtype, on one communicator, in an order that changes: replays and eager calls, with one
-    device that is 1 to 10 ms late in each round."""
+    """Runs 200 rounds of all operators of a dtype, on one communicator, in an order that changes: replays and eager
+    calls, with one device that is 1 to 10 ms late in each round."""
     replays = [Replay(comm, case, seed + i, dtype) for i, case in enumerate(all_of(dtype))]
     draw = random.Random(seed)  # the same on all ranks
     for _ in range(200):
@@ -86,13 +86,14 @@ def test_all_operators_in_turns(comm, seed, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, *FUSED_DTYPES, E4M3], ids=str)
 def test_two_communicators_at_once(make_comm, seed, dtype):
-    """Each with channels, and a stream that nothing orders: replays of one operator beside those of another."""
+    """Each one has channels, and a stream that nothing orders: replays of one operator run concurrently with those
+    of another."""
     comms = [make_comm(f"operators_at_once_{dtype}_{i}") for i in range(2)]
     streams = [torch.cuda.Stream() for _ in comms]
     draw = random.Random(seed)
     cases = OVER_CHANNELS
     if dtype != torch.float32:
-        ways = ("ring", "bulk", "fused", "direct", "in_windows")
+        ways = ("p2p", "bulk", "fused", "low_latency", "in_windows")
         cases = [case for case in all_of(dtype) if case.name.endswith(ways) or "norm" in case.name]
     for case in cases:
         replays = [
@@ -109,7 +110,7 @@ def test_two_communicators_at_once(make_comm, seed, dtype):
 
 
 def test_eager_calls_on_several_streams(comm, seed):
-    """Each operator comes after the one before it, whatever stream either is called on."""
+    """Each operator runs after the previous one, on any streams."""
     draw = random.Random(seed)
     streams = [torch.cuda.Stream() for _ in range(3)]
     replays = [Replay(comm, case, seed) for case in WAITING for _ in streams]

@@ -1,5 +1,5 @@
-"""Device-side waits of operators over channels that expire: the host says which rank, what was expected of it, and what
-it did."""
+"""Device-side waits of operators over channels that expire: the host's error names the rank, the expected operation,
+and the actual one."""
 
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,7 @@ import torch_overlap as to
 pytestmark = pytest.mark.gpu(2)
 EACH = pytest.mark.parametrize("case", WAITING, ids=lambda case: case.name)
 # Others begin in the kernel that does the rest.
-BEGIN_APART = [case for case in WAITING if not case.name.endswith("direct")]
+BEGIN_APART = [case for case in WAITING if not case.name.endswith("low_latency")]
 TIMEOUT = timedelta(milliseconds=700)
 BF16 = torch.bfloat16
 FUSED = {kind.__name__: partial(kind, dtype=BF16) for kind in KINDS} | {
@@ -45,7 +45,7 @@ def all_are_here(comm):
 
 
 def end(comm, lonely):
-    """After the last rank has been missed; the device goes on."""
+    """Checks the state after the last rank's absence was detected; the device continues."""
     comm.barrier(async_op=True).wait_blocking()
     lonely.abort()
     torch.cuda.synchronize()
@@ -55,7 +55,7 @@ def end(comm, lonely):
 
 
 def miss_the_last(comm, lonely, run):
-    """Replays what `run` captures. On the last rank it tells the others that it has begun, and does no more."""
+    """Replays the graph of `run`. On the last rank it only signals to the others that it has begun."""
     run()
     torch.cuda.synchronize()
     lonely.set_timeout(TIMEOUT)
@@ -94,7 +94,7 @@ def test_a_rank_that_begins_and_does_no_more(comm, make_comm, case):
 @pytest.mark.parametrize("kind", list(FUSED))
 def test_a_rank_that_begins_a_fused_kernel_and_does_no_more(comm, make_comm, kind):
     lonely = make_comm(f"begun_fused_{kind}")
-    # A gather of one product of up to 16 MiB sent, and a sum of less, begin in the kernel.
+    # A gather with one product that sends up to 16 MiB, and a smaller sum, begin in the kernel.
     case = FUSED[kind](lonely, 2048, 8448 if "Gather" in kind else 256, 4160)
     case.fill()
     miss_the_last(comm, lonely, case.run)

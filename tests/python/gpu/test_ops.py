@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu(2)
 
 
 class Problem:
-    """Everybody's inputs and output gradients in fp64, equal on all ranks, and this rank's in fp32 on the device."""
+    """All ranks' inputs and output gradients in fp64, equal on all ranks, and this rank's in fp32 on the device."""
 
     def __init__(self, case, comm, seed):
         self.case, self.comm, self.rank, self.size = case, comm, comm.get_rank(), comm.get_size()
@@ -66,7 +66,7 @@ def test_a_graph_replays_with_changing_inputs(comm, seed, case):
     cotangent = problem.cotangent()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries make their workspaces
+    with torch.cuda.stream(side):  # libraries allocate their workspaces
         forward_and_backward(case, comm, inputs, cotangent)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -89,7 +89,7 @@ def test_a_graph_replays_with_changing_inputs(comm, seed, case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if "-" in case.name], ids=lambda case: case.name)
 def test_no_rows(comm, seed, case):
-    """Of no rank; then some again."""
+    """No rank has rows; then all have some again."""
     with_rows = (0, 3) if case.name.startswith("bulk_overlap") else (0,)
     shapes = [(0, *shape[1:]) if i in with_rows else shape for i, shape in enumerate(case.shapes)]
     for problem in (Problem(Case(case.name, shapes, case.run, case.reference), comm, seed), Problem(case, comm, seed)):
@@ -99,7 +99,7 @@ def test_no_rows(comm, seed, case):
 
 @pytest.mark.parametrize("case", OVER_CHANNELS, ids=lambda case: case.name)
 def test_memory_that_is_first_used_in_inference_mode(make_comm, seed, case):
-    """Serves training later, and graphs."""
+    """Memory first used in inference mode later serves training, and graphs."""
     comm = make_comm(f"inference {case.name}")
     for step, made_inside in enumerate((False, True)):
         problem = Problem(case, comm, seed + step)
@@ -135,7 +135,7 @@ def test_several_async_operators_are_waited_for_in_any_order(comm, captured):
             ops.permute_async(x, comm, around(comm)),
             ops.all_reduce_async(x, comm),
         ]
-        ops.broadcast_async(x + 1, comm, 0)  # nobody waits for it
+        ops.broadcast_async(x + 1, comm, 0)  # the result is never waited for
         return [2 * ops.wait_tensor(started[i]) for i in (3, 0, 5, 4, 1, 2)]
 
     results = run()
@@ -167,7 +167,8 @@ def test_several_async_operators_are_waited_for_in_any_order(comm, captured):
 
 
 class ScaledProblem:
-    """The products of 8-bit floats: operands on the device, and the results in fp64 of what they stand for."""
+    """The products of 8-bit floats: operands on the device, and the results in fp64 of the values that they
+    represent."""
 
     def __init__(self, comm, seed):
         rank, size = comm.get_rank(), comm.get_size()
@@ -197,7 +198,7 @@ def scaled_products(comm, algorithm, x, x_scale_inv, w, w_scale_inv, h, h_scale_
 
 
 def check_eager_and_replayed(comm, seed, problem_of, run):
-    """run(*inputs) of problem_of(comm, seed), then replays with new inputs and a rank that is late."""
+    """Calls run(*inputs) of problem_of(comm, seed), then replays with new inputs and a late rank."""
     problem = problem_of(comm, seed)
     inputs = problem.inputs
     problem.check(run(*inputs))
@@ -221,7 +222,7 @@ def check_eager_and_replayed(comm, seed, problem_of, run):
         problem.check(outputs)
 
 
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring"])
+@pytest.mark.parametrize("algorithm", ["sequential", "pipelined", "p2p"])
 def test_scaled_products_eager_and_in_a_graph(comm, seed, algorithm):
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs tensor cores of 8-bit floats")
@@ -229,7 +230,7 @@ def test_scaled_products_eager_and_in_a_graph(comm, seed, algorithm):
 
 
 class ExchangeProblem:
-    """Rows that fit no vector: 16-bit, odd widths, pieces of one row; three products in one exchange."""
+    """Rows that no vector divides: 16-bit, odd widths, pieces of one row; three products in one exchange."""
 
     def __init__(self, comm, seed):
         size, rank, generator = comm.get_size(), comm.get_rank(), torch.Generator().manual_seed(seed)
@@ -254,7 +255,7 @@ def exchanged_products(comm, algorithm, x, w, y, *vs):
     return first, *ops.matmul_all_to_all(y, vs, comm, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring"])
+@pytest.mark.parametrize("algorithm", ["sequential", "pipelined", "p2p"])
 def test_exchanges_of_odd_widths_eager_and_in_a_graph(comm, seed, algorithm):
     check_eager_and_replayed(comm, seed, ExchangeProblem, partial(exchanged_products, comm, algorithm))
 

@@ -114,7 +114,7 @@ def test_random_data_and_epilogues(comm, seed, dtype):
 
     def close(got, want, magnitude, what, more=0.0):
         eps = torch.finfo(got.dtype).eps
-        # Hopper keeps some 14 bits of sums of 8-bit products, and tensor cores do not round to nearest.
+        # Hopper keeps about 14 bits of sums of 8-bit products, and tensor cores do not round to nearest.
         allowed = want.abs() * 2 * eps + magnitude * (2**-10 if is_8_bit else 2**-18) + more + 1e-5
         off = (got.double() - want).abs()
         assert bool((off <= allowed).all()), (
@@ -145,7 +145,7 @@ def test_random_data_and_epilogues(comm, seed, dtype):
         else:
             out.fill_(float("nan"))
         buffer.split_overlap_ag(w, True, x[share(tokens, size, rank)].clone(), False, out, **call)
-        # Fused epilogues take the tanh of the hardware; kernels round before they accumulate.
+        # Fused epilogues use the hardware's tanh; kernels round before they accumulate.
         more = before.abs() * 2**-7 if "gelu" in epilogue else before.abs() * torch.finfo(plain).eps
         close(out, want, 1.2 * magnitude, epilogue, more)
         if aux is not None:
@@ -157,7 +157,7 @@ def test_random_data_and_epilogues(comm, seed, dtype):
 
 @ONE
 def test_streams_other_than_the_current_one(comm, kind):
-    """Calls on two streams, with nothing between them; each comes after the one before it."""
+    """Calls run on two streams that nothing orders; each call follows the previous one."""
     case = kind(comm, **SMALL)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for step in range(40):
@@ -256,7 +256,7 @@ def test_errors_leave_the_buffer_as_it_was(comm):
     cases = [Gather(comm, **SMALL), Scatter(comm, **SMALL), Pipeline(comm, **SMALL)]
     for case in cases:
         eager(case, 0)
-        if case.rank == case.size - 1:  # one rank alone: had it sent anything, the others would be wrong
+        if case.rank == case.size - 1:  # only one rank: had it sent anything, the others would be wrong
             kept = case.x, case.w if isinstance(case, Gather) else case.bias
             case.x = case.x.cpu()
             with pytest.raises(to.InvalidTypeError, match="expected "):

@@ -74,7 +74,7 @@ def test_a_hundred_replays_with_an_epilogue(comm, epilogue, dtype):
 @pytest.mark.parametrize("active", [0, 1, 7, 255])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_hundred_replays_of_few_tokens(comm, kind, active):
-    """Of which ranks have unequal numbers, and some none."""
+    """Ranks have unequal numbers of tokens, and some have none."""
     case = kind(comm, active=active, **SMALL)
     eager(case, 0)
     hundred_replays(comm, capture(case.issue), case)
@@ -136,7 +136,7 @@ def test_the_buffer_goes_before_its_graph(comm, kind):
     eager(case, 0)
     graph = capture(case.issue)
     torch.cuda.synchronize()
-    if kind in (Gather, GatherFilled, Pipeline, Scatter):  # whose results lie outside of the buffer
+    if kind in (Gather, GatherFilled, Pipeline, Scatter):  # results are outside of the buffer
         case.fills = False
         case.buffer = None
         gc.collect()
@@ -152,7 +152,8 @@ def test_the_buffer_goes_before_its_graph(comm, kind):
 
 
 def capture_all(case):
-    """Inputs, call and comparison are all in the graph, behind a call that leaves NaN where data comes to."""
+    """Inputs, call and comparison are all in the graph, after a call that leaves NaN in the memory that receives
+    data."""
     eager(case, 0)
     step = torch.zeros((), dtype=torch.int64, device="cuda")
     case.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -170,7 +171,7 @@ def capture_all(case):
 @pytest.mark.slow
 @SOAKED
 def test_ten_thousand_replays(comm, kind, dtype):
-    """Nobody is held up."""
+    """No rank is delayed."""
     case = kind(comm, dtype, **SMALL)
     replay_ten_thousand_times(capture_all(case))
     assert case.wrong.item() == 0
@@ -192,7 +193,7 @@ TIMEOUT = 2.0
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @ONE
 def test_a_rank_that_stays_away(comm, make_comm, kind, mode):
-    """The device goes on after the timeout, and the host raises; nobody is left hanging."""
+    """The device continues after the timeout, and the host raises; no rank hangs."""
     name = f"away_{kind.__name__}_{mode}"
     lonely = make_comm(name, timeout=timedelta(seconds=TIMEOUT))
     case = kind(lonely, **SMALL)
@@ -221,7 +222,7 @@ def test_a_rank_that_stays_away(comm, make_comm, kind, mode):
                 break
             assert time.monotonic() < deadline, "no error came"
             time.sleep(0.05)
-        # Of several ranks that wait, the first to give up tells the others.
+        # If several ranks wait, the first one to give up notifies the others.
         others = comm.get_size() > 2 and "got one that has given up" in str(error)
         assert f"rank {last} to " in str(error) or others, error
         assert "operation 3" in str(error), error

@@ -1,6 +1,7 @@
-"""What the options of a buffer change on a GPU: kernels, blocks, clusters, priorities, streams and the order of issue.
+"""Effects of the options of a buffer on a GPU: kernels, blocks, clusters, priorities, streams and the order of
+issue.
 
-All that is communicated is so before a rank compares anything: one that fails leaves no other waiting.
+All communication is done before a rank compares anything: a rank that fails leaves no other waiting.
 """
 
 import pytest
@@ -25,12 +26,12 @@ from torch_overlap.gemm import gemm_statistics, reset_gemm_statistics, set_gemm_
 pytestmark = pytest.mark.gpu(2)
 
 # Our own kernels, and torch's: all others are cuBLASLt's.
-PUSH, SUM = "push_kernel", "sum_kernel"
-NO_PRODUCTS = (PUSH, SUM, "begin_kernel", "await_kernel", "tell_kernel", "elementwise", "at6native")
+COPY_SIGNAL, SUM = "copy_signal_kernel", "sum_kernel"
+NO_PRODUCTS = (COPY_SIGNAL, SUM, "begin_kernel", "await_kernel", "signal_flags_kernel", "elementwise", "at6native")
 
 
 def issued(kind, comm, **options):
-    """The nodes of a captured call, after an eager one that made its plans."""
+    """Returns the nodes of a captured call, after an eager one that made its plans."""
     case = counting(kind(comm, **{**FULL, **options}))
     eager(case, 0)
     agree(comm, case)
@@ -51,24 +52,24 @@ def test_use_ce_moves_chunks_with_copies_instead_of_kernels(comm):
              for kind in (Gather, Scatter, BulkGather)}  # fmt: skip
     others = comm.get_size() - 1
     for (with_ce, copies), (without, fewer) in found.values():
-        assert named(with_ce, PUSH) == []
-        assert len(named(without, PUSH)) == others
+        assert named(with_ce, COPY_SIGNAL) == []
+        assert len(named(without, COPY_SIGNAL)) == others
         assert copies - fewer == 2 * others  # of data and of its flag
 
 
 @pytest.mark.parametrize(("sms", "cluster"), [(4, 1), (8, 2), (16, 8)])
 def test_num_comm_sm_and_comm_cga_size_are_blocks_and_clusters(comm, sms, cluster):
-    # So many tokens that a sum has work for all blocks.
+    # The number of tokens gives a sum work for all blocks.
     options = {"use_ce": False, "num_comm_sm": sms, "comm_cga_size": cluster, "tokens": 4096 * comm.get_size()}
-    pushes = [k for kind in (Gather, Scatter, BulkGather) for k in named(issued(kind, comm, **options)[0], PUSH)]
+    copies = [k for kind in (Gather, Scatter, BulkGather) for k in named(issued(kind, comm, **options)[0], COPY_SIGNAL)]
     (bulk,) = named(issued(BulkScatter, comm, **options)[0], SUM)
     *sums, last = named(issued(Pipeline, comm, num_splits=4, **options)[0], SUM)
     if torch.cuda.get_device_capability()[0] < 9:
-        cluster = 1  # these have none
-    assert len(pushes) == 3 * (comm.get_size() - 1)
+        cluster = 1  # these GPUs have no clusters
+    assert len(copies) == 3 * (comm.get_size() - 1)
     assert len(sums) == 3
-    assert {(k.blocks, k.cluster) for k in (*pushes, bulk, *sums)} == {(sms, cluster)}
-    assert (last.blocks, last.cluster) == (2 * sms, cluster)  # beside the last one there is no product
+    assert {(k.blocks, k.cluster) for k in (*copies, bulk, *sums)} == {(sms, cluster)}
+    assert (last.blocks, last.cluster) == (2 * sms, cluster)  # no product is concurrent with the last one
 
 
 def test_priorities_are_those_of_the_streams(comm):
@@ -78,17 +79,17 @@ def test_priorities_are_those_of_the_streams(comm):
     usual = [issued(kind, comm, **options)[0] for kind in (Gather, BulkGather)]
     for kernels in asked:
         assert {k.priority for k in products_of(kernels)} == {-1}
-        assert {k.priority for k in named(kernels, PUSH)} == {-2}
-    for kernels in usual:  # both 0: the least and the most urgent
+        assert {k.priority for k in named(kernels, COPY_SIGNAL)} == {-2}
+    for kernels in usual:  # both 0: the lowest and the highest priority
         assert {k.priority for k in products_of(kernels)} == {least}
-        assert all(k.priority <= greatest < least for k in named(kernels, PUSH))
+        assert all(k.priority <= greatest < least for k in named(kernels, COPY_SIGNAL))
 
 
 def test_set_sm_margin_leaves_the_blocks_of_communication_free(comm):
-    """Of the same problem another plan, with products for fewer SMs."""
+    """The same problem gets another plan, whose products use fewer SMs."""
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     seen = {}
-    few, many = sms // 4 + 1, sms // 2 + 1  # no other test leaves as many
+    few, many = sms // 4 + 1, sms // 2 + 1  # no other test leaves this number free
     for margin, free in ((False, few), (True, few), (True, many)):
         case = counting(BulkGather(comm, set_sm_margin=margin, num_comm_sm=free, comm_cga_size=1, **FULL))
         plans = []
@@ -102,15 +103,15 @@ def test_set_sm_margin_leaves_the_blocks_of_communication_free(comm):
         kernels, _ = nodes_of(case.issue)
         blocks = max(k.blocks for k in products_of(kernels))
         seen[margin, free] = plans, blocks
-    assert [seen[key][0][1] for key in seen] == [0, 0, 0]  # the plan is there
+    assert [seen[key][0][1] for key in seen] == [0, 0, 0]  # the plan exists
     assert [seen[True, free][0][0] for free in (few, many)] == [1, 1]
-    if seen[False, few][1] == sms:  # a kernel that stays on its SMs
+    if seen[False, few][1] == sms:  # a kernel that is persistent on its SMs
         assert [seen[True, free][1] <= sms - free for free in (few, many)] == [True, True], seen
 
 
 @pytest.fixture
 def names(comm, tmp_path):
-    """Of what a call puts on the device: the names, in order, and the streams of its products."""
+    """Traces a call's work on the device: the names, in order, and the streams of its products."""
 
     def trace(kind, **options):
         case = kind(comm, **options, **FULL)
@@ -154,18 +155,18 @@ def scatter(x, w, comm, algorithm):
 @pytest.mark.usefixtures("gemm_draws")
 @pytest.mark.parametrize("operator", [gather, scatter], ids=lambda operator: operator.__name__)
 def test_products_of_chunks_are_not_measured(comm, seed, operator):
-    """The whole product is. Of features that no plan is there for."""
+    """The whole product is measured. No plan exists for these features."""
     set_gemm_tuning("measured")
     features = 264 + 8 * (seed % 1000)
     x = torch.randn(512 * comm.get_size(), 136, device="cuda").bfloat16()
     w = torch.randn(features, 136, device="cuda").bfloat16()
     measured = {}
-    for algorithm in ("ring", "chunked", "sequential"):
+    for algorithm in ("p2p", "pipelined", "sequential"):
         reset_gemm_statistics()
         operator(x, w, comm, algorithm)
         measured[algorithm] = gemm_statistics()["measured"]
     torch.cuda.synchronize()
-    assert measured["ring"] == measured["chunked"] == 0
+    assert measured["p2p"] == measured["pipelined"] == 0
     assert measured["sequential"] > 0
 
 

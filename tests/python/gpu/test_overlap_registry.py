@@ -1,6 +1,6 @@
 """Buffers by number and over callbacks on GPUs: the operator gemm with their options, eager and captured.
 
-Ranks count what is wrong, and agree on it after the last call: one that fails leaves no other waiting.
+Ranks count wrong elements, and agree on the count after the last call: a rank that fails leaves no other waiting.
 """
 
 from datetime import timedelta
@@ -101,7 +101,7 @@ class Pipelined(Summed):
 
 
 class Beside(Called):
-    """Both collectives of a BULK buffer, one after the other."""
+    """Runs both collectives of a BULK buffer, one after the other."""
 
     kind, method = Type.NONE, BULK
 
@@ -148,7 +148,7 @@ CALLS = [
 
 
 def run(comm, case):
-    """Eager calls and replays in turns, each with other inputs and another late rank."""
+    """Eager calls and replays take turns, each with other inputs and another late rank."""
     counting(case)
     for step in range(3):
         late(case, step, 1)
@@ -166,7 +166,7 @@ def test_gemm_over_a_buffer(comm, kind, options):
     case = kind(comm, **options)
     graph = run(comm, case)
     path = case.buffer.last_path()
-    # The graph keeps what it uses; the number is gone.
+    # The graph keeps what it uses; the number is no longer valid.
     case.buffer = None
     to.destroy_comm_overlap_buffer(case.id)
     counting(case)
@@ -192,7 +192,7 @@ def test_equal_parameters_are_one_buffer(comm):
     ids = first.id, second.id, other.id
     for case in (first, second, other):
         counting(case)
-    for step in range(4):  # in turns on one buffer, and beside it
+    for step in range(4):  # in turns on one buffer, and concurrently
         for case in (first, other, second):
             eager(case, step)
     for case in (first, second, other):
@@ -206,7 +206,7 @@ def test_equal_parameters_are_one_buffer(comm):
 
 
 def group_over(comm):
-    """Two callbacks as an outside framework would lend them: an all-gather of bytes, and a barrier."""
+    """Two callbacks, as an external framework provides them: an all-gather of bytes, and a barrier."""
     rank, size = comm.get_rank(), comm.get_size()
 
     def all_gather(mine):
@@ -238,7 +238,7 @@ def test_buffers_over_callbacks(comm, kind):
 
 
 def test_parameters_that_differ_over_callbacks(comm):
-    """All ranks raise, before anything of the buffer is there."""
+    """All ranks raise, before any part of the buffer exists."""
     rank, size = comm.get_rank(), comm.get_size()
     config = to.CommOverlapConfig(RS, PIPELINE, [64, 64 + 64 * (rank == size - 1)], torch.bfloat16, size)
     group = group_over(comm)
@@ -255,19 +255,19 @@ def test_parameters_that_differ_over_callbacks(comm):
 @pytest.mark.parametrize("kind", [Gathered, Summed, Pipelined, Beside], ids=lambda kind: kind.__name__)
 def test_gemm_over_a_buffer_of_ranks_that_cannot_reach_each_other(comm, kind):
     pretence = to._C._PretendUnreachable()
-    case = kind(comm, num_max_streams=5)  # one that no other test has
+    case = kind(comm, num_max_streams=5)  # no other test has this value
     del pretence
     run(comm, case)
     path = case.buffer.last_path()
     to.destroy_comm_overlap_buffer(case.id)
     assert "send and receive" in path
-    assert "(ranks are told not to use each other's memory)" in path
+    assert "(ranks pretend that peers' memory is unreachable)" in path
 
 
 def test_explain_names_the_reason(make_comm):
-    """Of every operator: "auto" goes through the communicator, and explain() says why."""
+    """For every operator "auto" uses the communicator, and explain() has the reason."""
     comm = make_comm("out_of_reach")
-    far = "ranks are told not to use each other's memory"
+    far = "ranks pretend that peers' memory is unreachable"
     gen = torch.Generator(device="cuda").manual_seed(3)
     x = torch.randn(2048, 512, generator=gen, device="cuda").bfloat16()
     w = torch.randn(256, 512, generator=gen, device="cuda").bfloat16()
@@ -284,7 +284,7 @@ def test_explain_names_the_reason(make_comm):
     pretence = to._C._PretendUnreachable()
     for op, (args, options) in calls.items():
         try:  # on all ranks alike
-            getattr(to.ops, op)(*args, **options, algorithm="bulk" if op == "bulk_overlap_matmul" else "ring")
+            getattr(to.ops, op)(*args, **options, algorithm="bulk" if op == "bulk_overlap_matmul" else "p2p")
         except to.UnsupportedError as error:
             refused[op] = str(error)
         getattr(to.ops, op)(*args, **options)
@@ -293,8 +293,8 @@ def test_explain_names_the_reason(make_comm):
     torch.cuda.synchronize()
     for op in calls:
         assert f"needs, got: {far}" in refused[op], refused
-        assert found[op].algorithm in ("chunked", "sequential")
+        assert found[op].algorithm in ("pipelined", "sequential")
         if found[op].decided_by == "rule":
-            assert found[op].algorithm == "chunked"
-            if op != "scaled_matmul_all_reduce":  # which goes in pieces by rule, whatever the ranks reach
+            assert found[op].algorithm == "pipelined"
+            if op != "scaled_matmul_all_reduce":  # split into pieces by rule, for any transport
                 assert far in found[op].why, found[op]

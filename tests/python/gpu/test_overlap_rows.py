@@ -1,4 +1,5 @@
-"""Over NVLink: scales of blocks that travel with their rows, chunks passed on, ranks that mean other rows, recovery."""
+"""Over NVLink: scales of blocks that travel with their rows, chunks that are forwarded, ranks whose rows differ,
+recovery."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ def value(data, scale_inv, mode):
 
 
 class Blocks:
-    """Operands of all ranks whose rows differ in magnitude: a scale at a wrong row is seen."""
+    """Operands of all ranks whose rows differ in magnitude, so that a misplaced scale is detected."""
 
     def __init__(self, comm, seed, mode, rows):
         gen = torch.Generator(device="cuda").manual_seed(seed)
@@ -49,7 +50,7 @@ class Blocks:
         values = torch.cat([value(*part, of_rows(mode)) for part in self.parts])
         weight = value(*self.weight, mode)
         self.want = F.linear(values, weight)
-        # Hopper keeps some 14 bits of sums of 8-bit products, and MXFP8 is multiplied in bf16 there.
+        # Hopper keeps about 14 bits of sums of 8-bit products, and MXFP8 is multiplied in bf16 there.
         self.allowed = F.linear(values.abs(), weight.abs()) * 2.0**-8 + 1e-6
         self.gathered = torch.cat([data.view(torch.uint8) for data, _ in self.parts])
 
@@ -58,7 +59,7 @@ class Blocks:
         return self.parts[self.rank]
 
     def wrong(self, out):
-        """How many elements, on the device."""
+        """Returns the number of wrong elements, on the device."""
         return (~((out.double() - self.want).abs() <= self.allowed)).sum()
 
 
@@ -97,7 +98,7 @@ def test_scales_are_gathered_with_their_rows(comm, seed, mode, options):
     agree(comm, found)
 
 
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring"])
+@pytest.mark.parametrize("algorithm", ["sequential", "pipelined", "p2p"])
 @pytest.mark.parametrize("mode", BLOCKS, ids=lambda mode: mode.name)
 def test_scaled_operators_with_blocks(comm, seed, mode, algorithm):
     problem = Blocks(comm, seed, mode, 256)
@@ -123,7 +124,7 @@ def test_chunks_that_are_passed_on(comm, use_ce):
 @pytest.mark.parametrize("kind", [Gather, Scatter], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_active_tokens_that_differ(comm, make_comm, kind, how):
-    """An error on all ranks, before the timeout; afterwards the other communicators go on."""
+    """An error on all ranks, before the timeout; afterwards the other communicators work."""
     other = make_comm(f"differing_{kind.__name__}_{how}", timeout=timedelta(seconds=60))
     case = kind(other, torch.bfloat16, **SMALL)
     eager(case, 0)
@@ -152,13 +153,13 @@ def test_operators_after_a_timeout_and_reconfigure(comm, make_comm):
     x, w = torch.randn(512, 256, device="cuda").bfloat16(), torch.randn(128, 256, device="cuda").bfloat16()
 
     def product():
-        (y,), gathered = ops.all_gather_matmul(x, [w], hit, return_gathered=True, algorithm="ring")
+        (y,), gathered = ops.all_gather_matmul(x, [w], hit, return_gathered=True, algorithm="p2p")
         torch.cuda.synchronize()
         torch.testing.assert_close(y.double(), F.linear(gathered.double(), w.double()), rtol=2e-2, atol=0.5)
 
     def products():
-        for _ in range(3):  # the first only issues what expires
-            ops.all_gather_matmul(x, [w], hit, algorithm="ring")
+        for _ in range(3):  # the first only issues the wait that expires
+            ops.all_gather_matmul(x, [w], hit, algorithm="p2p")
             torch.cuda.synchronize()
 
     product()
@@ -181,17 +182,17 @@ def test_the_shipped_table_decides(comm):
     x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(14336, 4096, dtype=torch.bfloat16, device="meta")
     found = to.explain("all_gather_matmul", x, [weight], comm)
-    assert (found.algorithm, found.decided_by) == ("ring", "table"), found
+    assert (found.algorithm, found.decided_by) == ("p2p", "table"), found
 
 
 def test_a_capture_takes_what_the_eager_call_did_not(make_comm):
-    """The memory of its ring was made by the eager call, which did without."""
+    """The eager call allocated the memory of "p2p", which it did not use."""
     comm = make_comm("tuned_by_mode")
     size = comm.get_size()
     x, weight = torch.randn(512, 64, device="cuda").bfloat16(), torch.randn(96, 64, device="cuda").bfloat16()
     one = {"op": "all_gather_matmul", "shape": [512 * size, 96 * size, 64], "dtype": "bfloat16", "tp": size,
            "device": torch.cuda.get_device_name()}  # fmt: skip
-    modes = {"eager": "sequential", "graph": "ring"}
+    modes = {"eager": "sequential", "graph": "p2p"}
     to._C._set_tuning("table", {to.tune._key({**one, "mode": mode}): name for mode, name in modes.items()})
     try:
         (wanted,), _ = to.ops.all_gather_matmul(x, [weight], comm)
@@ -200,7 +201,7 @@ def test_a_capture_takes_what_the_eager_call_did_not(make_comm):
         with torch.cuda.graph(graph):
             found = to.explain("all_gather_matmul", x, [weight], comm)
             (out,), _ = to.ops.all_gather_matmul(x, [weight], comm)
-        assert (found.algorithm, found.decided_by) == ("ring", "table")
+        assert (found.algorithm, found.decided_by) == ("p2p", "table")
         graph.replay()
         torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
     finally:
@@ -212,5 +213,5 @@ def test_a_capture_takes_what_the_eager_call_did_not(make_comm):
 def test_measure(comm, mode):
     found = to.tune.measure(comm, "matmul_reduce_scatter", (1024, 512, 1024 * comm.get_size()), mode=mode, rounds=3)
     assert found["mode"] == mode
-    assert {"sequential", "chunked", "ring"} <= set(found["us"])
+    assert {"sequential", "pipelined", "p2p"} <= set(found["us"])
     assert all(us > 0 for us in found["us"].values())

@@ -1,6 +1,6 @@
-"""Reduce-scatter of 8-bit products with scales of blocks on GPUs, and MXFP8 where tensor cores do not read it.
+"""Reduce-scatter of 8-bit products with scales of blocks on GPUs, and MXFP8 on tensor cores that do not support it.
 
-Ranks count what is wrong, and agree on it after the last call: one that fails leaves no other waiting.
+Ranks count wrong elements, and agree on the count after the last call: a rank that fails leaves no other waiting.
 """
 
 import pytest
@@ -21,7 +21,7 @@ BLOCKS = [Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING, M
 
 
 class Blocks:
-    """Static operands of every rank, whose rows differ in magnitude: a scale at a wrong row is seen."""
+    """Static operands of every rank, whose rows differ in magnitude, so that a misplaced scale is detected."""
 
     def __init__(self, comm, mode, name):
         self.comm, self.rank, self.size, self.mode = comm, comm.get_rank(), comm.get_size(), mode
@@ -31,7 +31,7 @@ class Blocks:
         self.out = torch.empty(ROWS, N, device="cuda")
 
     def draw(self, seed):
-        """Of each rank: data and scales of x [all rows, K] and of its weight [N, K]."""
+        """Returns for each rank the data and scales of x [all rows, K] and of its weight [N, K]."""
         gen = torch.Generator(device="cuda").manual_seed(seed)
 
         def normal(*shape):
@@ -58,7 +58,7 @@ class Blocks:
             x_value = ops.dequantize(*x, self.of_rows).double()[mine]
             w_value = ops.dequantize(*w, self.mode).double()
             want, magnitude = want + F.linear(x_value, w_value), magnitude + F.linear(x_value.abs(), w_value.abs())
-        # Hopper keeps some 14 bits of sums of 8-bit products, and MXFP8 is multiplied in bf16 there.
+        # Hopper keeps about 14 bits of sums of 8-bit products, and MXFP8 is multiplied in bf16 there.
         self.wrong += (~((self.out.double() - want).abs() <= magnitude * 2.0**-8 + 1e-6)).sum()
 
 
@@ -80,7 +80,7 @@ def summed_by_class(comm, case, method):
 
 
 def summed_by_gemm(comm, case, method):
-    """Over a buffer of the registry, which the test's end takes back."""
+    """Runs over a buffer of the registry, which is destroyed at the end of the test."""
     id = to.create_comm_overlap_buffer(comm, RS, method, (ROWS * case.size, N), torch.float32, num_splits=2)
 
     def issue():
@@ -111,8 +111,8 @@ WAYS = [
     (summed_by_gemm, RING),
     (summed_by_gemm, PIPELINE),
     (summed_by_operator, "sequential"),
-    (summed_by_operator, "chunked"),
-    (summed_by_operator, "ring"),
+    (summed_by_operator, "pipelined"),
+    (summed_by_operator, "p2p"),
 ]
 
 
@@ -158,7 +158,7 @@ def test_native_mxfp8_is_refused_before_anything_is_sent(comm, seed):
         f"gather {algorithm}": lambda algorithm=algorithm: ops.scaled_all_gather_matmul(
             *own, [case.w[0]], [case.w[1]], comm, scaling_mode=mode, algorithm=algorithm
         )
-        for algorithm in ("sequential", "chunked", "ring")
+        for algorithm in ("sequential", "pipelined", "p2p")
     }
     refused = {}
     layer.set_gemm_mxfp8("native")

@@ -1,4 +1,4 @@
-"""Our own products for Hopper on one GPU: every kernel, nothing beside the result. By itself:
+"""Our own products for Hopper on one GPU: every kernel, nothing written outside of the result. Standalone:
 
 torchrun --nproc_per_node 1 -m pytest tests/python/gpu/test_own_gemm.py
 """
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("gemm_draws")]
     "sizes",
     [
         *[(8, 8, 8), (264, 136, 200), (1000, 1032, 520), (130, 2056, 4096), (64, 8192, 2048)],
-        # Several tiles of each kind for a block, of one to five stages of k and more.
+        # Several tiles of each kind per block, with one to five and more stages of k.
         *[(4104, 2568, k) for k in (64, 72, 192, 256, 320, 1096)],
     ],
     ids=str,
@@ -36,11 +36,11 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("gemm_draws")]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_our_own_kernels(dtype, layout, sizes):
-    """Each tile with every epilogue that they have."""
+    """Runs each tile with every epilogue that the kernels support."""
     fused = ("none", "bias", "gelu", "bias_gelu")
     for epilogue in EPILOGUES:
         if "bgrad" in epilogue:
-            continue  # that is for who calls
+            continue  # the caller's part
         case = case_of(*sizes, dtype=dtype, layout=layout, epilogue=epilogue)
         kernels = own_gemm_kernels(case.args)
         assert kernels == (tiles_of(layout, sizes[0]) if epilogue in fused else [])
@@ -49,7 +49,7 @@ def test_our_own_kernels(dtype, layout, sizes):
 
 
 def in_wider_rows(matrix):
-    """The same matrix in rows that begin at multiples of 16 bytes, with NaN behind each."""
+    """Returns the same matrix in rows that begin at multiples of 16 bytes, with NaN after each row."""
     rows, columns = matrix.shape
     wide = torch.full((rows, columns + 8 + -columns % 8), float("nan"), dtype=matrix.dtype, device="cuda")
     wide[:, :columns] = matrix
@@ -57,7 +57,7 @@ def in_wider_rows(matrix):
 
 
 def check_in_a_frame(case, kernels):
-    """Each kernel, or gemm() where there is none, into a part of a larger matrix, of which the rest stays as it was."""
+    """Runs each kernel, or gemm() if there is none, into a part of a larger matrix, whose rest stays unchanged."""
     args = case.args
     m, n = args.out.shape
     frame = torch.empty(m + 32, n + 272 + -n % 8, dtype=args.out.dtype, device="cuda")
@@ -79,7 +79,7 @@ def check_in_a_frame(case, kernels):
 @pytest.mark.parametrize("n", [8, 56, 72, 136, 160, 168, 192, 200, 216, 224, 232, 384, 424, 448, 456])
 @pytest.mark.parametrize("layout", OWN_LAYOUTS)
 def test_our_own_kernels_write_nothing_beside_the_result(layout, n):
-    """Of tiles cut off at every kind of column."""
+    """Tiles are cut off at every kind of column."""
     for m in (8, 136, 328):
         for epilogue in ("none", "bias_gelu"):
             check_in_a_frame(case_of(m, n, 328, dtype=torch.bfloat16, layout=layout, epilogue=epilogue), TILES)
@@ -96,7 +96,7 @@ def with_wider_operands(case):
 @pytest.mark.parametrize("layout", OWN_LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_our_own_kernels_of_odd_sizes(dtype, layout, sizes):
-    """Rows begin at multiples of 16 bytes, those of operands end anywhere; what is behind them is not read."""
+    """Rows begin at multiples of 16 bytes, those of operands end anywhere; memory after them is not read."""
     for epilogue in ("none", "bias_gelu"):
         check_in_a_frame(with_wider_operands(case_of(*sizes, dtype=dtype, layout=layout, epilogue=epilogue)), TILES)
 
@@ -105,7 +105,7 @@ def test_our_own_kernels_of_odd_sizes(dtype, layout, sizes):
 @pytest.mark.parametrize("n", [1, 3, 63, 161, 225, 451])
 @pytest.mark.parametrize("tuning", ["heuristic", "best"])
 def test_rows_that_end_within_16_bytes(tuning, n):
-    """Tensor copies would store what is behind them too."""
+    """TMA would also store the elements after them."""
     layer.set_gemm_tuning(tuning)
     for layout, m in product(["NN", "NT"], (1, 2, 130)):
         case = with_wider_operands(case_of(m, n, 40, dtype=torch.bfloat16, layout=layout))
@@ -115,7 +115,7 @@ def test_rows_that_end_within_16_bytes(tuning, n):
 @on_hopper
 @pytest.mark.parametrize("layout", OWN_LAYOUTS)
 def test_our_own_kernels_give_the_same_bits_each_time(layout):
-    """Several tiles for each block, with nothing left of the run before."""
+    """Several tiles per block, without state of the previous run."""
     case = case_of(4104, 2568, 584, dtype=torch.bfloat16, layout=layout, epilogue="bias_gelu")
     out = case.args.out
     for kernel in own_gemm_kernels(case.args):
@@ -132,14 +132,14 @@ def test_our_own_kernels_give_the_same_bits_each_time(layout):
 
 @on_hopper
 def test_matrices_that_begin_at_one_address():
-    """One memory as operands and results of other sizes, types, and distances of rows, in turns."""
+    """The same memory is used for operands and results of other sizes, types, and row strides, in turns."""
     memory = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
     shapes = [(136, 200, 272), (272, 136, 208), (200, 272, 144)]
     kinds = [
         {"dtype": torch.bfloat16, "layout": "NN"},
         {"dtype": torch.bfloat16, "layout": "NT"},
         {"dtype": torch.bfloat16, "layout": "TN"},
-        {"dtype": E4M3, "layout": "NT", "scaling": "current"},  # maps that differ from the one before by the type alone
+        {"dtype": E4M3, "layout": "NT", "scaling": "current"},  # maps that differ from the previous one only by type
         {"dtype": torch.float16, "layout": "NT"},
     ]
     for _ in range(3):
@@ -233,7 +233,7 @@ assert gemm_statistics()["composed"] == 0
 
 @on_hopper
 def test_the_first_call_of_a_process_may_be_captured(seed):
-    """Of a problem that only our kernels compute."""
+    """The problem is one that only our kernels compute."""
     here = os.path.dirname(__file__)
     paths = [here, os.path.join(os.path.dirname(here), "gemm")]
     program = FIRST_CALL.format(paths=paths, device=torch.cuda.current_device(), seed=seed)

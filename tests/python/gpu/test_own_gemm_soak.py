@@ -1,4 +1,5 @@
-"""Many replays of our own products for Hopper on one GPU: operands, tiles and comparison are in the graph. By itself:
+"""Many replays of our own products for Hopper on one GPU: operands, tiles and comparison are in the graph.
+Standalone:
 
 torchrun --nproc_per_node 1 -m pytest tests/python/gpu/test_own_gemm_soak.py
 """
@@ -33,7 +34,7 @@ STEPS = 64  # operands repeat after these
 
 
 class Products:
-    """Small integers times powers of two, by every tile: sums are exact, and rounded once. Results are NaN before."""
+    """Small integers times powers of two, with every tile: sums are exact, and rounded once. Results are NaN before."""
 
     def __init__(self, kind, residual, sizes, device="cuda"):
         m, n, k = sizes
@@ -87,7 +88,7 @@ class Products:
 
 @EACH
 def test_graphs_on_two_streams_and_eager_calls(seed, kind, residual):
-    """Each beside another's, which nothing orders."""
+    """Replays each one concurrently with another's; nothing orders them."""
     draw = random.Random(seed)
     streams = [torch.cuda.Stream() for _ in range(2)]
     for sizes in SIZES:

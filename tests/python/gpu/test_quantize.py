@@ -1,4 +1,4 @@
-"""The kernels that quantize and dequantize: every element and scale is what the CPU makes, to the bit."""
+"""The kernels that quantize and dequantize: every element and scale equals that of the CPU, to the bit."""
 
 import itertools
 
@@ -20,7 +20,7 @@ BLOCK_1D, BLOCK_2D = ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING
 MODES = [CURRENT, MXFP8, BLOCK_1D, BLOCK_2D, ROW]
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 WIDE = [torch.float32, torch.float16, torch.bfloat16]
-# Parts of a tile, whole tiles, rows that no vector ends with, rows longer than what a block keeps.
+# Parts of a tile, whole tiles, rows that no vector divides, rows longer than a block keeps.
 SHAPES = [(1, 32), (160, 224), (3, 5, 96), (32, 8), (129, 257), (7, 1), (256, 384), (64, 9000), (1057, 1312)]
 SHAPES += [(64, 100), (64, 97), (100, 64), (257,)]
 
@@ -30,7 +30,7 @@ def data(seed):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape, dtype=torch.float32):
-        """Magnitudes of many orders, so that blocks differ, and rows of zeros."""
+        """Returns magnitudes of many orders, so that blocks differ, and rows of zeros."""
         x = torch.randn(shape, generator=generator)
         x *= torch.exp2(torch.randint(-12, 8, (*shape[:-1], 1), generator=generator).float())
         x *= torch.exp2(torch.randint(-6, 6, (shape[-1],), generator=generator).float())
@@ -46,7 +46,7 @@ def is_possible(shape, mode, columnwise):
 
 
 def assert_same(got, want):
-    """Shape, strides and bits; a NaN is a NaN."""
+    """Compares shape, strides and bits; any NaN equals any other."""
     assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
     got = got.cpu()
     if want.dtype.itemsize == 1:
@@ -79,7 +79,7 @@ def test_every_shape(mode, dtype, source, data):
 @pytest.mark.parametrize("shape", [(32, 32), (160, 416), (288, 128), (1056, 1312)])
 def test_swizzled_scales_are_padded_with_zeros(shape, columnwise, data):
     for source in WIDE:
-        torch.full((1 << 20,), 255, dtype=torch.uint8, device="cuda")  # what is not written shows
+        torch.full((1 << 20,), 255, dtype=torch.uint8, device="cuda")  # elements that are not written are detected
         check(data(*shape, dtype=source), MXFP8, FORMATS[0], columnwise=columnwise, swizzled=True)
 
 
@@ -129,7 +129,7 @@ def test_dequantize(mode, dtype, wide, data):
             if not is_possible(shape, mode, False):
                 continue
             values, scales, *_ = ops.quantize(data(*shape), mode, dtype, swizzled=swizzled)
-            values = values.view(torch.uint8).random_().view(dtype)  # all there are
+            values = values.view(torch.uint8).random_().view(dtype)  # all values
             if mode is MXFP8:
                 scales.view(torch.uint8).random_()
             want = ops.dequantize(values, scales, mode, wide, swizzled=swizzled)
@@ -168,7 +168,7 @@ def test_a_graph_with_changing_inputs(mode, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_more_elements_than_an_int_counts(mode):
-    """The last rows are as they are alone; beside them the largest of all."""
+    """The last rows are the same as without the others; the largest of all values is among the others."""
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GiB of free memory")
     rows, columns = (1 << 16) + 128, 1 << 15
@@ -178,7 +178,7 @@ def test_more_elements_than_an_int_counts(mode):
     whole = ops.quantize(x, mode, columnwise=True)
     last = ops.quantize(x[-128:], mode, columnwise=True)
     assert torch.equal(whole[0][-128:].view(torch.uint8), last[0].view(torch.uint8))
-    if mode is not ROW:  # whose columns have scales of their own
+    if mode is not ROW:  # its columns have scales of their own
         assert torch.equal(whole[2][:, -128:].view(torch.uint8), last[2].view(torch.uint8))
     del last
     values = ops.dequantize(whole[0], whole[1], mode, torch.bfloat16)
@@ -231,7 +231,7 @@ def test_update_scale(length, amax_compute, data):
                     ops.update_scale_(*tensors, torch.float8_e5m2, margin=margin, amax_compute=amax_compute)
                 for got, want in zip(on_gpu, (history, scale), strict=True):
                     assert_same(got, want)
-        apart = torch.zeros(*shape, 2, device="cuda")[..., 0].copy_(history)  # rows that do not lie side by side
+        apart = torch.zeros(*shape, 2, device="cuda")[..., 0].copy_(history)  # rows that are not contiguous
         ops.update_scale_(apart, on_gpu[1], amax_compute=amax_compute)
         ops.update_scale_(history, scale, amax_compute=amax_compute)
         assert_same(apart.clone(memory_format=torch.contiguous_format), history)

@@ -1,6 +1,6 @@
 """Random operations over NCCL against a reference: operation, dtype, size, group, sync or async, stream, thread.
 
-500 draws; TORCH_OVERLAP_STRESS=20 makes 10,000. What is drawn, and from what: faults/random_draws.py.
+500 draws; TORCH_OVERLAP_STRESS=20 makes 10,000. faults/random_draws.py defines the draws.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""reconfigure over NCCL: by ncclCommShrink where nothing has failed, fresh where something has, and with graphs."""
+"""reconfigure over NCCL: by ncclCommShrink if nothing has failed, from scratch otherwise, and with graphs."""
 
 import gc
 import time
@@ -19,7 +19,7 @@ def handles_of(comm):
 
 
 def check_sum(comm, members):
-    """The members, known by their ranks in the test's communicator, are there in this order."""
+    """Checks that the members, known by their ranks in the test's communicator, are present in this order."""
     assert comm.get_size() == len(members)
     for async_op in (False, True):
         x = torch.full((1 << 16,), float(members[comm.get_rank()] + 1), device="cuda")
@@ -66,12 +66,12 @@ def test_after_a_timeout_the_survivors_go_on(comm, make_comm):
     torch.cuda.synchronize()
     hit.set_timeout(timedelta(seconds=2))
     if rank != size - 1:
-        works = [hit.all_reduce(x, to.ReduceOp.SUM, async_op=True) for _ in range(20)]  # some are still queued
+        works = [hit.all_reduce(x, to.ReduceOp.SUM, async_op=True) for _ in range(20)]  # some are still enqueued
         begin = time.monotonic()
         with pytest.raises(to.OperationTimeoutError, match=r"2000 ms.*queued \d+\.\d s ago, running for \d+\.\d s"):
             works[-1].wait_blocking()
         assert time.monotonic() - begin < 3
-        torch.cuda.synchronize()  # nothing is left on the device
+        torch.cuda.synchronize()  # the device is idle
         hit.reconfigure(1, handles[:-1], timeout=timedelta(seconds=30))
         assert not hit.is_aborted()
         check_sum(hit, list(range(size - 1)))

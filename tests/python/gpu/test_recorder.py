@@ -1,4 +1,4 @@
-"""The flight recorder and the hooks that come with the package, over NCCL."""
+"""The flight recorder and the hooks of the package, over NCCL."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def entries(comm):
 
 
 def wait_until(condition, seconds=20):
-    """The watchdog notices things now and then."""
+    """Waits, because the watchdog polls."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -38,7 +38,7 @@ def test_states_follow_the_device(make_comm, async_op):
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # a second
     comm.all_reduce(x, SUM, async_op)
-    assert entries(comm)[-1]["state"] == "scheduled"  # its stream is not there yet
+    assert entries(comm)[-1]["state"] == "scheduled"  # its stream has not reached it yet
     torch.cuda.synchronize()
     wait_until(lambda: entries(comm)[-1]["state"] == "completed")
     last = entries(comm)[-1]
@@ -113,7 +113,7 @@ def test_a_nan_on_the_device_is_named(comm, make_comm):
             checked.all_reduce(x, SUM, False)
         except to.UnsupportedError as error:
             refused.append(str(error))
-        x.add_(1)  # the capture goes on
+        x.add_(1)  # the capture continues
     assert len(refused) == 1
     assert "remove the hook before the capture" in refused[0]
     for handle in handles:

@@ -1,4 +1,4 @@
-"""Products to which a matrix is added, on one GPU. By itself:
+"""Products to which a matrix is added, on one GPU. Standalone:
 
 torchrun --nproc_per_node 1 -m pytest tests/python/gpu/test_residual.py
 """
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("gemm_draws")]
 
 FUSED = ("none", "bias", "gelu", "bias_gelu")
 PARTS = ("bias", "gelu", "pre_gelu_out", "gelu_input", "bias_grad")
-# Less than a tile, fewer tiles than SMs, several of each kind for a block; one to several stages of k.
+# Less than a tile, fewer tiles than SMs, several of each kind per block; one to several stages of k.
 SIZES = [
     *[(8, 8, 8), (264, 136, 200), (1000, 1032, 520), (130, 2056, 4096), (64, 8192, 2048), (2048, 3584, 1024)],
     *[(4104, 2568, k) for k in (64, 72, 192, 256, 320, 1096)],
@@ -34,7 +34,7 @@ def rounded_once(*sizes, **options):
 
 
 def between(case, out, residual):
-    """The case with other matrices; the residual's values stay."""
+    """Replaces the matrices of the case; the residual's values stay."""
     args = case.args
     residual.copy_(args.residual)
     more = {name: getattr(args, name) for name in PARTS}
@@ -42,7 +42,7 @@ def between(case, out, residual):
 
 
 def run_all(case):
-    """Every kernel twice, apart from the residual, and in its place: the same bits."""
+    """Runs every kernel twice, out of place and in place of the residual: the bits are the same."""
     kernels = own_gemm_kernels(case.args)
     results = {}
     kept = case.args.residual.clone()
@@ -86,7 +86,7 @@ def test_our_own_kernels_of_8_bits(scaling, types, sizes):
 @pytest.mark.parametrize("strides", [(0, 24), (24, 0), (8, 272), (272, 16)], ids=str)
 @pytest.mark.parametrize("n", [8, 72, 136, 168, 200, 224, 232, 256, 424])
 def test_rows_of_the_residual_are_as_far_apart_as_they_like(n, strides):
-    """Nothing is written but the result, and nothing read beside the residual: NaN is all around both."""
+    """Nothing is written but the result, and nothing read around the residual: NaN surrounds both."""
     for m in (1, 8, 136, 328):
         case = rounded_once(m, n, 328, dtype=torch.bfloat16, epilogue="bias")
         frames = [torch.full((m + 2, n + gap), float("nan"), dtype=torch.bfloat16, device="cuda") for gap in strides]
@@ -107,7 +107,7 @@ def test_rows_of_the_residual_are_as_far_apart_as_they_like(n, strides):
 @pytest.mark.parametrize("n", [3, 161, 225])
 @pytest.mark.parametrize("tuning", ["heuristic", "best"])
 def test_rows_that_end_within_16_bytes(tuning, n):
-    """Tensor copies would store what is behind them too."""
+    """TMA would also store the elements after them."""
     layer.set_gemm_tuning(tuning)
     case = case_of(136, n, 200, dtype=torch.bfloat16, residual=True, rounds_product=True)
     frame = torch.full((138, n + 8 + -n % 8), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -142,7 +142,7 @@ def test_rows_of_the_residual_between_those_of_the_result():
 
 @on_hopper
 def test_a_residual_that_tensor_copies_do_not_read():
-    """Rows that are no multiple of 16 bytes apart, or begin at none."""
+    """The stride of the rows is no multiple of 16 bytes, or they begin at no such multiple."""
     for wide, begin in ((137, 0), (144, 1)):
         case = case_of(264, 136, 200, dtype=torch.bfloat16, residual=True)
         frame = torch.empty(264, wide, dtype=torch.bfloat16, device="cuda")
@@ -160,7 +160,7 @@ def test_a_residual_that_tensor_copies_do_not_read():
 @pytest.mark.parametrize("scaling", [None, "current", "row", "mxfp8"])
 @pytest.mark.parametrize("tuning", ["heuristic", "measured", "best"])
 def test_all_epilogues(tuning, scaling, epilogue):
-    """In place too, in new plans and in those that were measured: the residual is added once."""
+    """In place too, with new plans and with measured ones: the residual is added once."""
     layer.set_gemm_tuning(tuning)
     dtype = E4M3 if scaling else torch.bfloat16
     options = {"dtype": dtype, "scaling": scaling, "epilogue": epilogue, "residual": True}
@@ -182,7 +182,7 @@ def test_all_epilogues(tuning, scaling, epilogue):
     ("scaling", "sizes"), [(None, (520, 1032, 776)), ("current", (520, 1040, 784)), ("row", (520, 1040, 784))]
 )
 def test_gelu_and_residual_are_one_kernel(scaling, sizes):
-    """The library adds before its GELU: 16-bit operands wait for what the tuning says."""
+    """The library adds before its GELU: for 16-bit operands the tuning decides."""
     options = {"dtype": E4M3 if scaling else torch.bfloat16, "scaling": scaling, "residual": True}
     for tuning, composed in (("heuristic", 0 if scaling else 1), ("best", 0)):
         layer.set_gemm_tuning(tuning)
@@ -196,7 +196,7 @@ def test_gelu_and_residual_are_one_kernel(scaling, sizes):
 
 @on_hopper
 def test_a_graph_with_changing_inputs():
-    """100 replays of all kernels, which add to one matrix after each other."""
+    """Replays all kernels 100 times, which add to one matrix one after the other."""
     sizes = (2048, 1024, 1024)
     case = case_of(*sizes, dtype=torch.bfloat16, residual=True)
     out = torch.empty_like(case.args.out)

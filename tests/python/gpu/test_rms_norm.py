@@ -1,4 +1,4 @@
-"""all_reduce with a residual and an RMSNorm: in one kernel, by lines or push, and behind other collectives."""
+"""all_reduce with a residual and an RMSNorm: in one kernel, by LL or Simple, and after other collectives."""
 
 import random
 import time
@@ -13,8 +13,8 @@ from torch_overlap import ops
 
 pytestmark = pytest.mark.gpu(2)
 EPS = 1e-5
-MODES = ["auto", "ll", "ll128", "push", "two_shot", "off"]
-# Rows and their length: one block, clusters, rounds, whole and broken lines and vectors, too long for a cluster.
+MODES = ["auto", "ll", "ll128", "simple", "two_shot", "off"]
+# Rows and their length: one block, clusters, rounds, whole and partial packets and vectors, too long for a cluster.
 SHAPES = [(1, 8), (3, 127), (5, 1000), (16, 2048), (300, 1024), (7, 5120), (16, 8192), (64, 8192), (3, 12288),
           (2, 20000), (1, 40000), (130, 4104), (33, 7168), (700, 8192)]  # fmt: skip
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -40,7 +40,7 @@ class Problem:
         return ops.all_reduce_rms_norm(self.x, self.residual, self.weight, self.comm, self.bias, eps=EPS)
 
     def check(self, results):
-        """h, rounded once or, behind a sum of its own, twice; and the norm as that of the h that came."""
+        """Checks h, rounded once or, after a separate sum, twice; and the norm as that of the returned h."""
         out, hidden = results
         sums = [x.double() for x in self.every]
         exact = self.residual.double() + sum(sums)
@@ -51,7 +51,7 @@ class Problem:
         assert ((hidden.double() - exact).abs() <= 2 * len(sums) * eps * scale).all()
         wide = hidden.double()
         normed = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weight.double()
-        # The sum of squares, its root and two products: in float32, or rounded as the reference itself is.
+        # Sum of squares, its root and two products: in float32, or rounded like the reference itself.
         of_sums = 4e-6 if self.dtype != torch.float64 else 8 * eps
         least = torch.finfo(self.dtype).smallest_normal * eps
         assert ((out.double() - normed).abs() <= (eps + of_sums) * normed.abs() + least).all()
@@ -61,13 +61,13 @@ def same_everywhere(comm, tensors):
     for t in tensors:
         bits = t.contiguous().view(torch.uint8).flatten()
         every = torch.empty(comm.get_size(), bits.numel(), dtype=torch.uint8, device="cuda")
-        comm.all_gather_single(every, bits, async_op=False, hints={"direct_collectives": "off"})
+        comm.all_gather_single(every, bits, async_op=False, hints={"custom_collectives": "off"})
         assert (every == every[0]).all()
 
 
 @pytest.fixture(scope="module")
 def by_mode(make_comm):
-    return {mode: make_comm(f"norm_{mode}", hints={"direct_collectives": mode}) for mode in MODES}
+    return {mode: make_comm(f"norm_{mode}", hints={"custom_collectives": mode}) for mode in MODES}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -80,9 +80,9 @@ def test_every_shape(by_mode, seed, dtype, mode):
         same_everywhere(by_mode[mode], results)
 
 
-@pytest.mark.parametrize("mode", ["auto", "ll", "push"])
+@pytest.mark.parametrize("mode", ["auto", "ll", "simple"])
 def test_rounded_once(by_mode, seed, mode):
-    """In the kernel the sum stays in fp32 until h is stored."""
+    """The sum stays in fp32 in the kernel until h is stored."""
     problem = Problem(by_mode[mode], seed, (16, 8192), torch.bfloat16)
     _, hidden = problem.run()
     total = problem.every[0].float()
@@ -93,7 +93,7 @@ def test_rounded_once(by_mode, seed, mode):
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4])
-@pytest.mark.parametrize("mode", ["ll", "push", "off"])
+@pytest.mark.parametrize("mode", ["ll", "simple", "off"])
 def test_any_alignment_on_one_rank(by_mode, seed, mode, offset):
     comm = by_mode[mode]
     problem = Problem(comm, seed, (12, 1000), torch.bfloat16)
@@ -108,7 +108,7 @@ def test_any_alignment_on_one_rank(by_mode, seed, mode, offset):
 
 
 def test_between_other_collectives(by_mode, seed):
-    """One channel: what blocks and slots a kernel leaves behind, the next one goes on with."""
+    """On one channel: the next kernel uses the blocks and slots that the previous one left."""
     comm = by_mode["auto"]
     choose = random.Random(seed)
     size, rank = comm.get_size(), comm.get_rank()
@@ -140,7 +140,7 @@ def test_between_other_collectives(by_mode, seed):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_rows(by_mode, seed, mode):
-    """Or rows of nothing, eager and captured, between norms that have both. Gradients are zeros."""
+    """Norms without elements, eager and captured, between norms with elements. Gradients are zeros."""
     shapes = [(0, 8), (16, 2048), (2, 0, 8192), (3, 0), (3, 127)]
     for dtype in DTYPES:
         problems = [Problem(by_mode[mode], seed + i, shape, dtype) for i, shape in enumerate(shapes)]
@@ -206,13 +206,13 @@ class Product:
         wrong = ((hidden.double() - exact).abs() > 0.02 * (exact.abs() + size)).sum()
         wide = hidden.double()
         normed = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.gain.double()
-        # Other ways than one kernel compute with 16 bits in between.
+        # Algorithms other than one kernel compute with 16 bits in between.
         wrong = wrong + ((out.double() - normed).abs() > 0.02 * normed.abs() + 1e-6).sum()
-        self.comm.all_reduce(wrong, to.ReduceOp.SUM, async_op=False, hints={"direct_collectives": "off"})
+        self.comm.all_reduce(wrong, to.ReduceOp.SUM, async_op=False, hints={"custom_collectives": "off"})
         assert wrong.item() == 0
 
 
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring", "direct", "auto"])
+@pytest.mark.parametrize("algorithm", ["sequential", "pipelined", "p2p", "low_latency", "auto"])
 @pytest.mark.parametrize("rows", [1, 16, 100, 1024])
 def test_products_eager_and_captured(comm, seed, rows, algorithm):
     product = Product(comm, seed, rows, algorithm)
@@ -233,7 +233,7 @@ def test_products_eager_and_captured(comm, seed, rows, algorithm):
 
 
 class Replay:
-    """Inputs of small integers, the operation and its comparison in one graph: sums are exact. once() is the same,
+    """Inputs of small integers, the operation and its comparison in one graph: sums are exact. once() runs the same
     eagerly."""
 
     def __init__(self, comm, rows, n, before=lambda: None):
@@ -263,8 +263,8 @@ class Replay:
             once()
 
 
-SOAKS = pytest.mark.parametrize(("mode", "rows", "n"), [("ll", 2, 8192), ("ll", 40, 4096), ("push", 64, 8192),
-                                                        ("push", 200, 2048)])  # fmt: skip
+SOAKS = pytest.mark.parametrize(("mode", "rows", "n"), [("ll", 2, 8192), ("ll", 40, 4096), ("simple", 64, 8192),
+                                                        ("simple", 200, 2048)])  # fmt: skip
 
 
 @pytest.mark.slow
@@ -280,7 +280,7 @@ def test_ten_thousand_replays(by_mode, mode, rows, n):
 @pytest.mark.slow
 @SOAKS
 def test_two_hundred_replays_with_a_late_rank(by_mode, seed, mode, rows, n):
-    """And eager calls in between, all on slots that hold NaN."""
+    """Also runs eager calls in between, all on slots that hold NaN."""
     comm = by_mode[mode]
     replay = Replay(comm, rows, n, before=Poison(comm))
     choose = random.Random(seed)
@@ -300,10 +300,10 @@ def run_until_an_error(problem):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("mode", ["ll", "push"])
+@pytest.mark.parametrize("mode", ["ll", "simple"])
 def test_a_rank_that_stays_away(comm, make_comm, seed, mode):
-    """Blocks of a cluster give up together, and the device goes on."""
-    lonely = make_comm(f"norm_away_{mode}", timeout=timedelta(seconds=2), hints={"direct_collectives": mode})
+    """Blocks of a cluster give up together, and the device continues."""
+    lonely = make_comm(f"norm_away_{mode}", timeout=timedelta(seconds=2), hints={"custom_collectives": mode})
     problem = Problem(lonely, seed, (40, 8192), torch.bfloat16)
     problem.check(problem.run())
     torch.cuda.synchronize()

@@ -47,7 +47,7 @@ def mesh(comm, request):
 
 @pytest.fixture
 def randn(seed):
-    """Random numbers, the same on every rank."""
+    """Returns random numbers, the same on every rank."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def draw(*shape, dtype=torch.float64):
@@ -107,7 +107,7 @@ def test_functions_and_their_gradients(mesh, randn, name, place):
 @pytest.mark.parametrize("how", ["plain", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_column_and_row_products(mesh, randn, how, dtype):
-    """Sequence parallel: rows gathered into the first product, scattered out of the second."""
+    """Sequence parallel: rows are gathered into the first product, and scattered out of the second."""
     rows, dim, hidden = 256 * mesh.mesh.size, 512, 8192  # moving weights would cost more
     x, up, down = randn(rows, dim), randn(hidden, dim) / dim**0.5, randn(dim, hidden) / hidden**0.5
     x, up, down = (t.to(dtype) for t in (x, up, down))

@@ -1,4 +1,5 @@
-"""Collectives that our kernels do instead of NCCL: their values, and which way a call takes. See docs/kernels.md."""
+"""Collectives that custom kernels run instead of NCCL: their values, and the algorithm of a call. See
+docs/kernels.md."""
 
 import random
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.gpu(2)
 
 @pytest.fixture(scope="module")
 def always(make_comm):
-    return make_comm("always_direct", hints={"direct_collectives": "always"})
+    return make_comm("always_custom", hints={"custom_collectives": "always"})
 
 
 # --- Values ------------------------------------------------------------------------------------------------------
@@ -43,7 +44,7 @@ def test_all_reduce_of_every_size(comm, seed, dtype):
             parts = draw_all(comm, seed + count, dtype, count)
             frame = Framed(count, dtype, count % 4)
             frame.inside.copy_(parts[comm.get_rank()])
-            comm.all_reduce(frame.inside, ReduceOp.SUM, async_op=False, hints={"direct_collectives": mode})
+            comm.all_reduce(frame.inside, ReduceOp.SUM, async_op=False, hints={"custom_collectives": mode})
             check_reduced(frame.inside, ReduceOp.SUM, parts, mode != "auto" or frame.inside.nbytes <= 128 * KI)
             frame.check()
 
@@ -54,7 +55,7 @@ def test_all_reduce_of_every_size(comm, seed, dtype):
 def test_every_reduction(comm, seed, op, dtype, mode):
     if op == ReduceOp.AVG and dtype in INTEGERS:
         pytest.skip("NCCL does it")
-    hints = {"direct_collectives": mode}
+    hints = {"custom_collectives": mode}
     rank, size = comm.get_rank(), comm.get_size()
     for count in (1, 13, 3001, 70_001, 200_003):
         parts = draw_all(comm, seed + count, dtype, count)
@@ -64,33 +65,33 @@ def test_every_reduction(comm, seed, op, dtype, mode):
         whole = draw_all(comm, seed + count + 1, dtype, count * size)
         out = torch.full((count,), 77, dtype=dtype, device="cuda")
         comm.reduce_scatter_single(out, whole[rank], op, async_op=False, hints=hints)
-        check_reduced(out, op, [part.view(size, count)[rank] for part in whole], mode in ("ll", "ll128", "push"))
+        check_reduced(out, op, [part.view(size, count)[rank] for part in whole], mode in ("ll", "ll128", "simple"))
 
 
 @pytest.mark.parametrize("dtype", COMPLEX, ids=str)
 def test_sums_of_complex_numbers(comm, seed, dtype):
     rank, size = comm.get_rank(), comm.get_size()
     real = dtype.to_real()
-    for mode in ("ll", "ll128", "push", "two_shot"):
+    for mode in ("ll", "ll128", "simple", "two_shot"):
         for count in (1, 13, 3001, 70_001):
             parts = draw_all(comm, seed + count, real, 2 * count * size)
             mine = torch.view_as_complex(parts[rank].clone().view(-1, 2))
             for op in (ReduceOp.SUM, ReduceOp.AVG):
                 x = mine[:count].clone()
-                comm.all_reduce(x, op, async_op=False, hints={"direct_collectives": mode})
+                comm.all_reduce(x, op, async_op=False, hints={"custom_collectives": mode})
                 check_reduced(torch.view_as_real(x).flatten(), op, [part[: 2 * count] for part in parts])
                 out = torch.full((count,), 77, dtype=dtype, device="cuda")
-                comm.reduce_scatter_single(out, mine, op, async_op=False, hints={"direct_collectives": mode})
+                comm.reduce_scatter_single(out, mine, op, async_op=False, hints={"custom_collectives": mode})
                 check_reduced(torch.view_as_real(out).flatten(), op,
                               [part.view(size, 2 * count)[rank] for part in parts], mode != "two_shot")  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS + COMPLEX + OTHERS, ids=str)
 def test_data_movement_of_every_dtype(comm, seed, dtype):
-    """Random bytes, compared as bytes."""
+    """Compares random bytes as bytes."""
     rank, size = comm.get_rank(), comm.get_size()
-    for mode in ("ll", "ll128", "push"):
-        options = {"async_op": False, "hints": {"direct_collectives": mode}}
+    for mode in ("ll", "ll128", "simple"):
+        options = {"async_op": False, "hints": {"custom_collectives": mode}}
         for count in (1, 13, 3001, 70_001):
             every = draw_bytes(comm, seed + count, dtype, count * size)
             parts = every.view(size, size, -1)  # from, to
@@ -99,7 +100,7 @@ def test_data_movement_of_every_dtype(comm, seed, dtype):
             assert torch.equal(out, parts[:, 0].flatten())
             comm.all_to_all_single(out.view(dtype), every[rank].view(dtype), **options)
             assert torch.equal(out, parts[:, rank].flatten())
-            counts = [max(count - abs(rank - r), 0) for r in range(size)]  # the same both ways
+            counts = [max(count - abs(rank - r), 0) for r in range(size)]  # equal in both directions
             sent = torch.cat([parts[rank][r][: n * dtype.itemsize] for r, n in enumerate(counts)])
             out = torch.zeros_like(sent)
             comm.all_to_all_v_single(out.view(dtype), sent.view(dtype), counts, counts, **options)
@@ -113,13 +114,13 @@ def test_data_movement_of_every_dtype(comm, seed, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 def test_data_movement_of_every_size_and_alignment(comm, seed, dtype, offset):
     rank, size = comm.get_rank(), comm.get_size()
-    for mode in ("auto", "ll", "ll128", "push"):
-        hints = {"direct_collectives": mode}
-        for count in edges(dtype.itemsize, most=1024 * KI):
+    for mode in ("auto", "ll", "ll128", "simple"):
+        hints = {"custom_collectives": mode}
+        for count in edges(dtype.itemsize, high=1024 * KI):
             parts = draw_all(comm, seed + count, dtype, count)
             mine = Framed(count, dtype, offset)
             mine.inside.copy_(parts[rank])
-            out = Framed(count * size, dtype, (offset + rank) % 4)  # ranks need not be aligned alike
+            out = Framed(count * size, dtype, (offset + rank) % 4)  # alignment may differ by rank
             comm.all_gather_single(out.inside, mine.inside, async_op=False, hints=hints)
             assert torch.equal(out.inside, torch.cat(parts))
             out.check()
@@ -167,7 +168,7 @@ def test_lists_and_in_place(always, seed):
 
 @pytest.mark.parametrize("mode", ["always", "ll", "ll128"])
 def test_unequal_parts(comm, seed, mode):
-    """Empty ones too: a rank and its peer need not have anything for each other."""
+    """Parts may be empty: a rank and its peer need not have data for each other."""
     rank, size = comm.get_rank(), comm.get_size()
     choose = random.Random(seed)
     for step in range(30):
@@ -176,7 +177,7 @@ def test_unequal_parts(comm, seed, mode):
         inputs = [draw(comm, seed + step, torch.float16, sum(splits[r]), r) for r in range(size)]
         out = Framed(sum(splits[r][rank] for r in range(size)), torch.float16, step % 3)
         comm.all_to_all_v_single(out.inside, inputs[rank], [splits[r][rank] for r in range(size)], splits[rank],
-                                   async_op=False, hints={"direct_collectives": mode})  # fmt: skip
+                                   async_op=False, hints={"custom_collectives": mode})  # fmt: skip
         expected = [inputs[r].split(splits[r])[rank] for r in range(size)]
         assert torch.equal(out.inside, torch.cat(expected))
         out.check()
@@ -184,7 +185,7 @@ def test_unequal_parts(comm, seed, mode):
 
 @pytest.mark.parametrize("who", ["all ranks", "rank 0"])
 def test_registered_tensors(comm, seed, who):
-    """From and into memory that the communicator was told of, also where others have plain tensors, which NCCL forbids;
+    """Sends from and receives into registered memory, also while other ranks have plain tensors, which NCCL forbids;
     in graphs too."""
     rank, size = comm.get_rank(), comm.get_size()
     is_registered = who == "all ranks" or rank == 0
@@ -199,7 +200,7 @@ def test_registered_tensors(comm, seed, who):
         for mode in MODES:
             if mode == "two_shot" and who != "all ranks":
                 continue  # has no gather: NCCL does it
-            options = {"async_op": False, "hints": {"direct_collectives": mode}}
+            options = {"async_op": False, "hints": {"custom_collectives": mode}}
 
             def calls(x=x, part=part, whole=whole, options=options):
                 comm.all_gather_single(whole, x, **options)
@@ -224,8 +225,8 @@ def test_registered_tensors(comm, seed, who):
 
 
 def test_gathers_between_sums_in_two_shots(make_comm):
-    """One behind the other, of many rounds and of one: who has more to say is ahead in its slots."""
-    wide = make_comm("wide_in_turns", hints={"direct_collectives": "ll128"})
+    """Calls one after the other, of many rounds and of one: a rank with more data is ahead in its slots."""
+    wide = make_comm("wide_in_turns", hints={"custom_collectives": "ll128"})
     rank, size = wide.get_rank(), wide.get_size()
     for step in range(200):
         many = torch.full((1_000_003 if step % 3 else 250_001,), float(rank + step), device="cuda")
@@ -250,7 +251,7 @@ def test_all_ranks_have_the_same_bits(comm, always, seed, dtype):
         always.all_reduce(x, ReduceOp.SUM, async_op=False)
         bits = x.view(torch.uint8)
         all_bits = torch.empty(size * bits.numel(), dtype=torch.uint8, device="cuda")
-        comm.all_gather_single(all_bits, bits, async_op=False, hints={"direct_collectives": "off"})
+        comm.all_gather_single(all_bits, bits, async_op=False, hints={"custom_collectives": "off"})
         for other in all_bits.view(size, -1):
             assert torch.equal(other, bits)
 
@@ -265,31 +266,31 @@ def test_nan_and_infinity_pass_through(always):
         assert y[2] == -float("inf")
 
 
-# --- Which way ---------------------------------------------------------------------------------------------------
+# --- Which algorithm -----------------------------------------------------------------------------------------
 
 
 def test_the_recorder_names_the_way(comm, always, make_comm):
     small, large = torch.ones(100, device="cuda"), torch.ones(32 << 20, device="cuda")
-    never = make_comm("never_direct", hints={"direct_collectives": "off"})
+    never = make_comm("never_custom", hints={"custom_collectives": "off"})
 
     def calls():
         for on in (comm, always, never):
             for x in (small, large):
                 on.all_reduce(x, ReduceOp.SUM, async_op=False)
         for mode in ("off", "auto", "always"):
-            never.all_reduce(small, ReduceOp.SUM, async_op=False, hints={"direct_collectives": mode})
+            never.all_reduce(small, ReduceOp.SUM, async_op=False, hints={"custom_collectives": mode})
         comm.all_reduce(small.to(torch.int8), ReduceOp.SUM, async_op=False)
         comm.reduce(small, 0, ReduceOp.SUM, async_op=False)
 
     is_pair, has_bulk = comm.get_size() == 2, torch.cuda.get_device_capability()[0] >= 9
-    by_itself = "direct_bulk" if is_pair and has_bulk else "nccl"
-    asked_for = "direct_bulk" if has_bulk else "direct_push" if is_pair else "direct_two_shot"
-    few = "direct_ll"  # 400 bytes
+    by_itself = "bulk" if is_pair and has_bulk else "nccl"
+    asked_for = "bulk" if has_bulk else "simple" if is_pair else "two_shot"
+    few = "ll"  # 400 bytes
     assert algorithms(calls) == [few, by_itself, few, asked_for, "nccl", "nccl", "nccl", few, few, "nccl", "nccl"]
 
 
 def test_switched_off_all_is_left_to_nccl(nccl_comm):
-    """What test_values.py, test_graphs.py and test_graph_soak.py rely on."""
+    """test_values.py, test_graphs.py and test_graph_soak.py rely on this."""
     size = nccl_comm.get_size()
     x, whole = torch.ones(100, device="cuda"), torch.ones(100 * size, device="cuda")
     outs = [torch.empty_like(x) for _ in range(size)]
@@ -310,24 +311,24 @@ def test_a_bad_mode_is_an_error(comm):
     x = torch.ones(4, device="cuda")
     with pytest.raises(
         to.InvalidValueError,
-        match="hint direct_collectives: expected off, auto, always, ll, ll128, push, two_shot, bulk or zero_copy, got "
-        "'fast'",
+        match="hint custom_collectives: expected off, auto, always, ll, ll128, simple, two_shot, bulk or zero_copy, "
+        "got 'fast'",
     ):
-        comm.all_reduce(x, ReduceOp.SUM, async_op=False, hints={"direct_collectives": "fast"})
+        comm.all_reduce(x, ReduceOp.SUM, async_op=False, hints={"custom_collectives": "fast"})
 
 
 def test_the_environment_is_the_default(make_comm, monkeypatch):
-    monkeypatch.setenv("TORCH_OVERLAP_DIRECT_COLLECTIVES", "off")
+    monkeypatch.setenv("TORCH_OVERLAP_CUSTOM_COLLECTIVES", "off")
     without = make_comm("by_environment")
     x = torch.ones(4, device="cuda")
     assert algorithms(lambda: without.all_reduce(x, ReduceOp.SUM, async_op=False)) == ["nccl"]
 
 
 def test_a_capture_before_the_first_call_leaves_it_to_nccl(make_comm):
-    fresh = make_comm("captures_first", hints={"direct_collectives": "off"})
+    fresh = make_comm("captures_first", hints={"custom_collectives": "off"})
     x = torch.ones(1000, device="cuda")
     fresh.all_reduce(x, ReduceOp.SUM, async_op=False)
-    fresh.set_hints({"direct_collectives": "auto"})
+    fresh.set_hints({"custom_collectives": "auto"})
     graph = torch.cuda.CUDAGraph()
 
     def record():
@@ -342,8 +343,8 @@ def test_a_capture_before_the_first_call_leaves_it_to_nccl(make_comm):
 
 
 def test_split_and_nccl_in_between(comm, seed):
-    """Operations of both ways take turns, async and not, on the parent and on a child."""
-    child = comm.split(list(range(comm.get_size())), "direct_child")
+    """Operations of both kinds take turns, async and not, on the parent and on a child."""
+    child = comm.split(list(range(comm.get_size())), "custom_child")
     rank, size = comm.get_rank(), comm.get_size()
     for step in range(50):
         for on in (comm, child):
@@ -352,7 +353,7 @@ def test_split_and_nccl_in_between(comm, seed):
             gathered = torch.empty(size * x.numel(), dtype=x.dtype, device="cuda")
             works = [
                 on.all_reduce(x, ReduceOp.SUM, async_op=True),
-                on.all_gather_single(gathered, parts[rank], async_op=True, hints={"direct_collectives": "off"}),
+                on.all_gather_single(gathered, parts[rank], async_op=True, hints={"custom_collectives": "off"}),
                 on.all_reduce(y, ReduceOp.MAX, async_op=step % 2 == 0),
             ]
             for work in works:
@@ -364,7 +365,7 @@ def test_split_and_nccl_in_between(comm, seed):
 
 
 def test_streams_of_the_user(comm, seed):
-    """Each operation waits on the device for the one before it."""
+    """Each operation waits on the device for the previous one."""
     streams = [torch.cuda.Stream() for _ in range(3)]
     parts = draw_all(comm, seed, torch.float32, 30_000)
     x = [parts[comm.get_rank()].clone() for _ in range(30)]

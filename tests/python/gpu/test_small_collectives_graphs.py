@@ -1,4 +1,4 @@
-"""Direct collectives in graphs, and what ends them."""
+"""Custom collectives in graphs, and their aborts and timeouts."""
 
 import random
 import threading
@@ -16,10 +16,10 @@ from small_cases import (
     WAYS,
     Poison,
     Step,
+    algorithm_used,
     algorithms,
     at_call,
     call_of,
-    small_way,
 )
 from timeout_cases import run_until_an_error
 
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.gpu(2)
 
 @pytest.fixture(scope="module")
 def always(make_comm):
-    return make_comm("always_in_graphs", hints={"direct_collectives": "always"})
+    return make_comm("always_in_graphs", hints={"custom_collectives": "always"})
 
 
 @pytest.mark.parametrize("count", [1, 5000, 80_001])
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
 def test_slots_that_hold_nan(always, seed, dtype, count):
-    """Replays and eager calls take turns, on inputs that change; one rank is late now and then."""
+    """Replays and eager calls take turns, on inputs that change; one rank is occasionally late."""
     step = Step(always, count, dtype, before=Poison(always))
     graph = step.capture()
     replay_and_call_in_turn(always, step, graph, seed, 20)
@@ -60,8 +60,8 @@ def test_graphs_and_eager_calls_take_turns(comm, always, seed, count):
 
 
 def test_two_communicators_at_once(make_comm):
-    """On streams of their own, which nothing orders."""
-    comms = [make_comm(f"at_once_{i}", hints={"direct_collectives": "always"}) for i in range(2)]
+    """Replays on streams of their own, which nothing orders."""
+    comms = [make_comm(f"at_once_{i}", hints={"custom_collectives": "always"}) for i in range(2)]
     counts = (3001, 80_001)
     steps = [Step(one, count, has_unequal=False) for one, count in zip(comms, counts, strict=True)]
     graphs = [step.capture() for step in steps]
@@ -83,8 +83,8 @@ def test_two_hundred_replays_with_a_late_rank(always, seed, count, dtype):
 
 @pytest.mark.parametrize("count", [1_500_001, 4_000_003])
 def test_many_rounds_with_late_ranks(make_comm, seed, count):
-    """Copies, sums of both kinds, unequal and empty parts, in turns with few of them, which have other blocks."""
-    wide = make_comm(f"wide_{count}", hints={"direct_collectives": "ll128"})
+    """Copies, sums of both kinds, unequal and empty parts take turns with small ones, which use other blocks."""
+    wide = make_comm(f"wide_{count}", hints={"custom_collectives": "ll128"})
     steps = [Step(wide, n) for n in (count, 7, 5000)]
     graphs = [step.capture() for step in steps]
     for i in range(10):
@@ -106,8 +106,8 @@ def test_ten_thousand_replays(always, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", NOT_BFLOAT16, ids=str)
 def test_ten_thousand_replays_of_other_dtypes(always, dtype):
-    """Of graphs in turns, in each of which slots are filled with NaN before another operation: before each it would
-    take most of the time."""
+    """Graphs take turns; in each one the slots are filled with NaN before another of the operations: a fill before
+    each would take most of the time."""
     poison, calls = Poison(always), Step.CALLS + 1
     steps = [Step(always, 5000, dtype, before=at_call(i, calls, poison)) for i in range(calls)]
     replay_ten_thousand_times(*[step.capture() for step in steps])
@@ -120,8 +120,8 @@ def test_ten_thousand_replays_of_other_dtypes(always, dtype):
     ("mode", "words", "lines"), [("ll", 3, 16 * KI), ("ll128", 30, 1000), ("ll128", 30, 8000), ("ll128", 30, 70_000)]
 )
 def test_no_line_is_ever_torn(comm, nccl_comm, seed, mode, words, lines):
-    """The data of a line are written and read as one: each holds one random pattern, again and again. Beside it NCCL
-    keeps the links busy."""
+    """The data of a packet is written and read as a unit: each one repeats one random pattern. NCCL keeps the links
+    busy concurrently."""
     if mode == "ll128" and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("NCCL does it")
     rank, size = comm.get_rank(), comm.get_size()
@@ -129,7 +129,7 @@ def test_no_line_is_ever_torn(comm, nccl_comm, seed, mode, words, lines):
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     step = torch.zeros((), dtype=torch.int64, device="cuda")
     index = torch.arange(lines, device="cuda")
-    hints = {"direct_collectives": mode}
+    hints = {"custom_collectives": mode}
 
     def once():
         step.add_(1)
@@ -140,7 +140,7 @@ def test_no_line_is_ever_torn(comm, nccl_comm, seed, mode, words, lines):
         comm.all_gather_single(out, mine, async_op=False, hints=hints)
         wrong.add_((out.view(size, lines, words) != patterns.unsqueeze(2)).sum())
 
-    assert algorithms(once) == [f"direct_{mode}"]
+    assert algorithms(once) == [mode]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         once()
@@ -180,11 +180,12 @@ TIMEOUT = timedelta(milliseconds=700)
 
 @pytest.fixture
 def lonely(comm, make_comm):
-    """A communicator, and a call that all have made once, and rank 0 makes again. It is aborted behind the test."""
+    """A communicator, and a call that all ranks have made once, and rank 0 makes again. It is aborted after the
+    test."""
     made = []
 
     def make(what, name, mode):
-        one = make_comm(f"lonely_{what}_{name}_{mode}", hints={"direct_collectives": mode})
+        one = make_comm(f"lonely_{what}_{name}_{mode}", hints={"custom_collectives": mode})
         made.append(one)
         call = call_of(one, name)
         call()
@@ -196,7 +197,7 @@ def lonely(comm, make_comm):
     comm.barrier(async_op=True).wait_blocking()
     for one in made:
         one.abort()
-    torch.cuda.synchronize()  # the kernels are gone
+    torch.cuda.synchronize()  # the kernels have ended
 
 
 @pytest.mark.parametrize(("name", "mode"), WAYS)
@@ -218,13 +219,13 @@ def test_a_missing_rank_is_named(lonely, name, mode):
         ("large_all_reduce", "ll128"),
         ("all_gather", "ll128"),
         ("all_gather", "bulk"),
-        ("reduce_scatter", "push"),
-        ("all_to_all", "push"),
+        ("reduce_scatter", "simple"),
+        ("all_to_all", "simple"),
         ("all_to_all", "ll128"),
         ("all_to_all_v", "ll"),
         ("broadcast", "ll128"),
         ("rms_norm", "ll"),
-        ("rms_norm", "push"),
+        ("rms_norm", "simple"),
     ],
 )
 def test_a_replay_that_nobody_watches_ends_too(comm, lonely, name, mode):
@@ -243,7 +244,7 @@ def test_a_replay_that_nobody_watches_ends_too(comm, lonely, name, mode):
         time.sleep(0.3)
         assert silent.is_aborted()
         message = (
-            r"direct collectives of 'lonely_.*': expected rank [1-9] to come to step 2 of block \d+ within 700 ms, "
+            r"custom collectives of 'lonely_.*': expected rank [1-9] to come to step 2 of block \d+ within 700 ms, "
             r"got step 1"
         )
         with pytest.raises(to.OperationTimeoutError, match=message):
@@ -254,7 +255,7 @@ def test_a_replay_that_nobody_watches_ends_too(comm, lonely, name, mode):
 
 @pytest.mark.parametrize("count", [1000, 1 << 20])
 def test_abort_ends_what_is_under_way(comm, make_comm, count):
-    hung = make_comm(f"hung_direct_{count}", hints={"direct_collectives": "always"})
+    hung = make_comm(f"hung_custom_{count}", hints={"custom_collectives": "always"})
     x = torch.ones(count, device="cuda")
     hung.all_reduce(x, ReduceOp.SUM, async_op=False)
     torch.cuda.synchronize()
@@ -273,7 +274,7 @@ def test_abort_ends_what_is_under_way(comm, make_comm, count):
 
 
 def test_abort_ends_a_first_call_that_others_do_not_make(comm, make_comm):
-    first = make_comm("first_direct", timeout=timedelta(seconds=5))
+    first = make_comm("first_custom", timeout=timedelta(seconds=5))
     if comm.get_rank() == 0:
         threading.Timer(1, first.abort).start()
         begin = time.monotonic()
@@ -287,14 +288,14 @@ def test_abort_ends_a_first_call_that_others_do_not_make(comm, make_comm):
 
 
 def test_reconfigure_makes_it_anew(make_comm, comm):
-    regrouped = make_comm("regrouped_direct", enable_reconfigure=True)
+    regrouped = make_comm("regrouped_custom", enable_reconfigure=True)
     x = torch.ones(1000, device="cuda")
     regrouped.all_reduce(x, ReduceOp.SUM, async_op=False)
     handles = [None] * comm.get_size()
     to.objcol.all_gather_object(comm, handles, regrouped.get_init_handle())
     regrouped.reconfigure(uuid=1, init_handles=handles)
     x.fill_(1)
-    assert algorithms(lambda: regrouped.all_reduce(x, ReduceOp.SUM, async_op=False)) == [small_way(comm)]
+    assert algorithms(lambda: regrouped.all_reduce(x, ReduceOp.SUM, async_op=False)) == [algorithm_used(comm)]
     assert (x == comm.get_size()).all()
 
 
@@ -308,13 +309,13 @@ def test_replays_that_overlap_are_an_error(comm, make_comm):
             careless.all_reduce(one, ReduceOp.SUM, async_op=False)
     torch.cuda.synchronize()
     comm.barrier(async_op=True).wait_blocking()
-    if comm.get_rank() == 0:  # both wait for rank 1, side by side
+    if comm.get_rank() == 0:  # both wait for rank 1, concurrently
         for graph in graphs:
             with torch.cuda.stream(torch.cuda.Stream()):
                 graph.replay()
         torch.cuda.synchronize()
         time.sleep(0.3)
-        with pytest.raises(to.Error, match="direct collectives of 'careless': expected one replay at a time"):
+        with pytest.raises(to.Error, match="custom collectives of 'careless': expected one replay at a time"):
             careless.all_reduce(x[0], ReduceOp.SUM, async_op=False)
     else:
         time.sleep(2)

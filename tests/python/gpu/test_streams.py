@@ -1,4 +1,4 @@
-"""Streams, threads, lifetime of tensors."""
+"""Streams, threads, lifetimes of tensors."""
 
 import threading
 from datetime import timedelta
@@ -10,7 +10,7 @@ import torch_overlap as to
 
 pytestmark = pytest.mark.gpu(2)
 
-SECOND = 2_000_000_000  # cycles of torch.cuda._sleep, about
+SECOND = 2_000_000_000  # cycles of torch.cuda._sleep, approximately
 
 
 def stream_of(work):
@@ -25,7 +25,7 @@ def total(size):
 
 
 def test_async_result_is_there_after_wait_though_the_input_is_late(comm):
-    comm.all_reduce(torch.ones(1, device="cuda"), to.ReduceOp.SUM, async_op=False)  # makes what the first call makes
+    comm.all_reduce(torch.ones(1, device="cuda"), to.ReduceOp.SUM, async_op=False)  # allocates what the first call does
     x = torch.empty(1 << 20, device="cuda")
     torch.cuda._sleep(SECOND // 10)
     x.fill_(comm.get_rank() + 1.0)
@@ -140,7 +140,7 @@ def test_a_work_may_be_waited_for_by_another_thread(comm):
 
 
 def churn(count):
-    """Takes memory that was just freed on this stream, if any, and writes to it."""
+    """Allocates memory that was just freed on this stream, if any, and writes to it."""
     for _ in range(8):
         torch.full((count,), float("nan"), device="cuda")
 
@@ -169,7 +169,7 @@ def test_outputs_may_be_dropped_before_wait(comm):
     with torch.cuda.stream(side):
         kept = [torch.zeros(count * size, device="cuda") for _ in range(4)]
     torch.cuda.synchronize()
-    assert all((tensor == 0).all() for tensor in kept)  # nobody wrote to memory that was not his
+    assert all((tensor == 0).all() for tensor in kept)  # nothing wrote to foreign memory
     work.wait()
 
 

@@ -1,4 +1,4 @@
-"""Timeouts, aborts and what is left of a communicator after them."""
+"""Timeouts, aborts and the state of a communicator after them."""
 
 import os
 import signal
@@ -35,13 +35,13 @@ def test_a_missing_peer_is_a_timeout_error_everywhere(comm, make_comm):
         with pytest.raises(to.OperationTimeoutError):
             lonely.all_reduce(x, to.ReduceOp.SUM, async_op=True)
         assert lonely.is_aborted()
-        torch.cuda.synchronize()  # the kernel is gone
+        torch.cuda.synchronize()  # the kernel has ended
         with pytest.raises(to.OperationTimeoutError):
             lonely.finalize()
     else:
         time.sleep(6)
         lonely.abort()
-    comm.barrier(async_op=True).wait_blocking()  # other communicators go on
+    comm.barrier(async_op=True).wait_blocking()  # other communicators continue
 
 
 def test_the_timeout_of_one_operation(comm, make_comm):
@@ -59,7 +59,7 @@ def test_the_timeout_of_one_operation(comm, make_comm):
 
 
 def test_a_peer_that_never_comes_to_the_first_operation(comm, make_comm):
-    """The host itself is stuck in NCCL, which connects to its peers on first use."""
+    """The host itself blocks in NCCL, which connects to its peers on first use."""
     first = make_comm("first", timeout=timedelta(seconds=3))
     x = torch.ones(8, device="cuda")
     if comm.get_rank() == 0:
@@ -124,10 +124,10 @@ def test_a_finalize_that_waits_for_a_peer_ends_in_time(comm, make_comm):
         begin = time.monotonic()
         with pytest.raises(to.OperationTimeoutError, match=r"finalize on 'stuck': .* within 2000 ms"):
             stuck.finalize()
-        assert 2 <= time.monotonic() - begin < 2 + 1  # what the library promises on GPUs
+        assert 2 <= time.monotonic() - begin < 2 + 1  # the library's guarantee on GPUs
         with pytest.raises(to.Error):
             work.wait_blocking()
-        torch.cuda.synchronize()  # the kernel is gone
+        torch.cuda.synchronize()  # the kernel has ended
     comm.barrier(async_op=True).wait_blocking()
     if comm.get_rank() != 0:
         stuck.abort()

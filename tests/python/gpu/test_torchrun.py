@@ -1,4 +1,5 @@
-"""The whole folder, on all GPUs (at most 4), from a plain pytest; and what depends on how many queues a device has."""
+"""The whole folder, on all GPUs (at most 4), from a plain pytest; and tests that depend on the number of device
+queues."""
 
 import os
 import subprocess
@@ -13,7 +14,7 @@ HERE = Path(__file__).parent
 
 
 def torchrun(*arguments, **environment):
-    """The exit status of pytest on all GPUs, at most 4."""
+    """Returns the exit status of pytest on all GPUs, at most 4."""
     ranks = min(gpu_ranks(), 4)
     if ranks < 2:
         pytest.skip(f"needs 2 ranks with a GPU, there can be {ranks}")
@@ -33,8 +34,8 @@ def test_gpu_tests_pass_under_torchrun():
 @pytest.mark.slow
 @pytest.mark.parametrize("connections", [1, 8])
 def test_overlap_with_any_number_of_queues(connections):
-    """With 1 all that is issued to a device begins in that order, whatever the streams."""
+    """With one queue all work of a device starts in the order of issue, on any streams."""
     files = [str(HERE / name) for name in ("test_overlap.py", "test_overlap_graphs.py", "test_ops.py")]
-    chosen = "eager_calls_at_full_shapes or late_rank or all_methods or (test_ops and ring)"
+    chosen = "eager_calls_at_full_shapes or late_rank or all_methods or (test_ops and p2p)"
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
     assert torchrun(*files, "-k", chosen, "-m", "not slow", **environment) == 0

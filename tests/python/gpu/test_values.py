@@ -15,13 +15,13 @@ DTYPES = [*FLOATS, *SIGNED, *UNSIGNED, *COMPLEX, torch.bool]
 FACTORS = [0.5, -1.25, 2.0, 0.75, -0.5, 1.5, 0.25, -2.0]
 NAMES = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG", "PREMUL_SUM"]
 
-# Those of which direct collectives make reductions; they move data of any.
-DIRECT = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+# Dtypes that custom collectives can reduce; they move data of any dtype.
+CUSTOM = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
 
 
-def each(direct):
-    """Every dtype as it comes, and by NCCL those that direct collectives would take."""
-    grid = [("comm", dtype) for dtype in DTYPES] + [("nccl_comm", dtype) for dtype in direct]
+def each(custom):
+    """Returns a mark: every dtype with the default, and over NCCL those that custom collectives would run."""
+    grid = [("comm", dtype) for dtype in DTYPES] + [("nccl_comm", dtype) for dtype in custom]
     return pytest.mark.parametrize(("on", "dtype"), grid, indirect=["on"], ids=str)
 
 
@@ -34,7 +34,7 @@ def legal(name, dtype):
 
 
 def everybodys(seed, size, count, dtype, name="SUM"):
-    """All ranks' inputs, on the CPU, the same on every rank. Values whose exact result fits the dtype."""
+    """Returns all ranks' inputs, on the CPU, the same on every rank. Their exact results fit the dtype."""
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for _ in range(size):
@@ -59,7 +59,7 @@ def wide(tensor):
 
 
 def reference(parts, name):
-    """The result in high precision, and how far each element may be from it."""
+    """Returns the result in high precision, and the error allowed for each element."""
     size, dtype = len(parts), parts[0].dtype
     if dtype == torch.bool:
         total = torch.stack([wide(part) for part in parts]).sum(0)
@@ -118,7 +118,7 @@ def reductions(dtype):
     return [name for name in NAMES if legal(name, dtype)]
 
 
-@each(DIRECT)
+@each(CUSTOM)
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("count", [1, 1003, 100_003])
 def test_all_reduce_and_reduce(on, seed, dtype, async_op, count):
@@ -141,7 +141,7 @@ def test_all_reduce_and_reduce(on, seed, dtype, async_op, count):
                 )
 
 
-@each(DIRECT)
+@each(CUSTOM)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_reduce_scatter_in_all_forms(on, seed, dtype, async_op):
     rank, size, count = on.get_rank(), on.get_size(), 517
@@ -156,7 +156,7 @@ def test_reduce_scatter_in_all_forms(on, seed, dtype, async_op):
         check(out, expected, name)
 
         out = poisoned(count, dtype)
-        on.reduce_scatter(out, list(flat.chunk(size)), op, async_op).wait()  # one behind the other
+        on.reduce_scatter(out, list(flat.chunk(size)), op, async_op).wait()  # contiguous parts
         check(out, expected, name)
 
         out = poisoned(count, dtype)
@@ -174,7 +174,7 @@ def test_reduce_scatter_in_all_forms(on, seed, dtype, async_op):
 
 
 def same(actual, expected):
-    """Bit for bit."""
+    """Compares bit for bit."""
     view = (lambda t: t) if expected.dtype == torch.bool else (lambda t: t.view(torch.uint8))
     assert torch.equal(view(actual.cpu().contiguous().view(-1)), view(expected.contiguous().view(-1)))
 
@@ -202,7 +202,7 @@ def test_data_movement(on, seed, dtype, async_op):
 
     outs = [poisoned(count, dtype) for _ in range(size)]
     flat = poisoned(count * size, dtype)
-    into = outs if rank == 0 else list(flat.chunk(size))  # apart on one rank, in one piece on the others
+    into = outs if rank == 0 else list(flat.chunk(size))  # separate tensors on one rank, contiguous ones on the others
     on.all_gather(into, mine[:count], async_op).wait()
     for r in range(size):
         same(into[r], head[r])

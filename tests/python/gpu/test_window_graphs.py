@@ -78,7 +78,7 @@ def test_ten_thousand_replays(comm, ring, count, dtype):
 
 
 def test_windows_on_streams_that_nothing_orders(comm, ring, seed):
-    """Replays on one, of each window on its own, and a device that is late; each goes on eagerly behind them."""
+    """Replays on one stream, of each window on its own, and with a late device; each continues eagerly after them."""
     draw = random.Random(seed)  # the same on all ranks
     cases = [Ring(comm, ring, count, dtype) for count, dtype in SOAKED]
     graphs = [case.capture_counted() for case in cases]
@@ -133,7 +133,7 @@ def test_replays_with_a_late_device(comm, ring):
 
 
 def test_a_graph_outlives_its_window(comm, ring):
-    """What it was captured with stays mapped: replays of a dropped window do no harm."""
+    """Memory that was captured stays mapped: replays of a dropped window are safe."""
     case = Ring(comm, ring)
     graph = case.capture()
     x, out = case.x, case.out
@@ -164,7 +164,7 @@ def test_memory_is_not_made_in_a_capture(comm):
             window.tensor_register(buffer)
         with pytest.raises(to.StateError, match="tensor_deregister: expected a stream that is not capturing"):
             other.tensor_deregister()
-        other.signal(comm.get_rank(), async_op=False)  # all is as it was
+        other.signal(comm.get_rank(), async_op=False)  # the state is unchanged
     comm.barrier(async_op=True).wait_blocking()
 
 

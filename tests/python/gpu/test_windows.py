@@ -68,7 +68,7 @@ def test_everyone_writes_to_everyone(comm, seed):
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_puts_of_nothing(comm, ring, captured):
-    """They move nothing, and their signals come; also behind a window's end, or in an empty one."""
+    """Empty puts move nothing, and their signals arrive; also past a window's end, or in an empty one."""
     _, right, left = ring
     windows = [comm.new_window(to.symmetric_empty(count, torch.float32, comm)) for count in (5, 0)]
     none = torch.ones(0, device="cuda")
@@ -103,12 +103,12 @@ def test_puts_of_nothing(comm, ring, captured):
 
 
 def test_nothing_is_signalled_after_an_abort(comm, make_comm, ring):
-    """What an aborted operation should have made is not announced to a rank whose communicator is well."""
+    """The data of an aborted operation is not signalled to a rank whose communicator is intact."""
     rank, right, _ = ring
     broken = make_comm("aborted_before_its_signal", timeout=timedelta(seconds=20))
     window = broken.new_window(to.symmetric_empty(8, torch.float32, broken))
     if rank == 0:
-        window.wait_signal(right, async_op=False)  # never comes
+        window.wait_signal(right, async_op=False)  # never arrives
         window.signal(right, async_op=False)
         time.sleep(0.5)
         broken.abort()
@@ -139,7 +139,7 @@ def test_signals_count_and_do_not_leak(comm):
     time.sleep(0.2)
     assert not fourth.is_completed()
     comm.barrier(async_op=True).wait_blocking()
-    # A wait holds up neither collectives, nor other windows, nor puts.
+    # A wait delays neither collectives, nor other windows, nor puts.
     x = torch.ones(8, device="cuda")
     comm.all_reduce(x, to.ReduceOp.SUM, async_op=True).wait_blocking()
     two.signal(peer, async_op=True)
@@ -149,7 +149,7 @@ def test_signals_count_and_do_not_leak(comm):
     comm.barrier(async_op=True).wait_blocking()
     one.signal(peer, async_op=False)
     fourth.wait_blocking()
-    # Surplus signals end with their window.
+    # Surplus signals are dropped with their window.
     one.signal(peer, async_op=False)
     torch.cuda.synchronize()
     one.tensor_deregister()
@@ -183,7 +183,7 @@ def test_a_signal_that_does_not_come(comm, make_comm, how):
             with pytest.raises(to.OperationTimeoutError, match=message):
                 work.wait_blocking()
             assert work.status() == to.WorkStatus.TIMEDOUT
-        torch.cuda.synchronize()  # the kernel is gone, and the context lives
+        torch.cuda.synchronize()  # the kernel has ended, and the context is intact
         while not lonely.is_aborted() and time.monotonic() - begin < 10:
             time.sleep(0.01)
         assert time.monotonic() - begin < 2 + 1
@@ -194,7 +194,7 @@ def test_a_signal_that_does_not_come(comm, make_comm, how):
     else:
         time.sleep(4)
         lonely.abort()
-    window.tensor_deregister()  # asks nobody
+    window.tensor_deregister()  # not collective
     comm.barrier(async_op=True).wait_blocking()
 
 

@@ -1,6 +1,6 @@
 """Windows of ranks that do not map each other's memory: puts and signals go through NCCL's one-sided calls.
 
-The ranks are told not to use each other's memory, which they could. Where the NCCL that is loaded lacks the calls
+The ranks pretend that peers' memory is unreachable. Where the NCCL that is loaded lacks the calls
 (2.29), the error is tested, and the rest is skipped.
 """
 
@@ -18,7 +18,7 @@ import torch_overlap as to
 pytestmark = pytest.mark.gpu(2)
 
 STAGING = 16 << 20
-APART = "ranks are told not to use each other's memory"
+APART = "ranks pretend that peers' memory is unreachable"
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
           torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]  # fmt: skip
 
@@ -32,7 +32,7 @@ def new_window(comm, tensor):
 
 
 def make(comm, count=COUNT, dtype=torch.float32):
-    """A window on memory that is filled before any rank goes on."""
+    """Returns a window on memory that is filled before any rank continues."""
     buffer = to.symmetric_empty(count, dtype, comm)
     buffer.view(torch.uint8).fill_(0x5A)
     torch.cuda.synchronize()
@@ -53,7 +53,7 @@ def version_of(comm):
 
 @pytest.fixture
 def remote(comm):
-    """The communicator, where NCCL has one-sided calls."""
+    """Returns the communicator, if NCCL has one-sided calls."""
     if version_of(comm) < (2, 29):
         pytest.skip(f"NCCL {comm.get_backend_version()} has no one-sided calls (2.29)")
     return comm
@@ -125,7 +125,8 @@ def test_more_than_the_staging_memory(remote, ring, seed, bytes_more, async_op):
 
 
 def test_from_the_windows_own_memory(remote, ring, seed):
-    """The first half is what this rank sends, the second what it gets: nothing is staged, nor lost beside it."""
+    """The first half is what this rank sends, the second what it receives: nothing is staged, and no other memory
+    changes."""
     rank, right, left = ring
     buffer, window = make(remote, 2 * COUNT)
     for turn in range(10):
@@ -189,7 +190,7 @@ def test_everyone_writes_to_everyone(remote, seed):
 
 
 def test_streams_share_the_staging_memory_in_turn(remote, ring, seed):
-    """Puts on several streams, the communicator's own among them, each from memory of its own."""
+    """Runs puts on several streams, the communicator's own among them, each from memory of its own."""
     rank, right, left = ring
     count, streams = 1 << 20, [torch.cuda.Stream() for _ in range(3)]
     turns = 12
@@ -211,7 +212,7 @@ def test_streams_share_the_staging_memory_in_turn(remote, ring, seed):
 
 
 def test_signals_count_and_do_not_leak(remote, ring):
-    """Neither puts nor the signals of another window are a signal of this one."""
+    """Neither puts nor signals of another window count as signals of this one."""
     _, right, left = ring
     (_, one), (_, two) = make(remote), make(remote)
     for _ in range(3):
@@ -304,7 +305,7 @@ def test_a_signal_that_does_not_come(remote, make_comm):
             window.signal(1, async_op=False)
     meet(remote)
     lonely.abort()
-    window.tensor_deregister()  # asks nobody
+    window.tensor_deregister()  # not collective
     x = torch.ones(8, device="cuda")
     assert (x + 1 == 2).all()
     meet(remote)
@@ -403,7 +404,7 @@ def test_windows_give_their_memory_back(remote, ring):
     for _ in range(3):
         use()
     before = free()
-    for _ in range(20):  # each has 16 MiB to stage in, and a communicator, which takes half a second
+    for _ in range(20):  # each one has 16 MiB of staging memory, and a communicator, which is slow to make
         use()
     after = free()
     meet(remote)

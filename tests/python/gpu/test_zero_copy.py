@@ -1,10 +1,21 @@
-"""Collectives on tensors in windows, which the peers read and write where they are. See docs/kernels.md."""
+"""Collectives on tensors in windows, which the peers read and write in place. See docs/kernels.md."""
 
 from datetime import timedelta
 
 import pytest
 import torch
-from small_cases import FLOATS, INTEGERS, KI, OPS, OTHERS, algorithms, check_reduced, draw_all, draw_bytes, small_way
+from small_cases import (
+    FLOATS,
+    INTEGERS,
+    KI,
+    OPS,
+    OTHERS,
+    algorithm_used,
+    algorithms,
+    check_reduced,
+    draw_all,
+    draw_bytes,
+)
 
 import torch_overlap as to
 from torch_overlap import ReduceOp
@@ -13,13 +24,13 @@ pytestmark = pytest.mark.gpu(2)
 
 MIB = 1024 * KI
 FILL = 0xA5
-ZERO_COPY = {"direct_collectives": "zero_copy"}
-# Bytes of one part: a vector, a block's share and one more, several rounds of what is staged.
+ZERO_COPY = {"custom_collectives": "zero_copy"}
+# Bytes of one part: a vector, a block's share and one more, several rounds of the staged protocol.
 SIZES = [16, 16 * 128, 16 * 129, 48 * KI + 16, 3 * MIB + 48]
 
 
 class Arena:
-    """Tensors in one window, with a frame around each that must stay as it is."""
+    """Tensors in one window, with a frame around each that must stay unchanged."""
 
     def __init__(self, comm, size=96 * MIB):
         self.comm = comm
@@ -28,14 +39,14 @@ class Arena:
         self.start()
 
     def start(self):
-        """Anew. The frames of all ranks are whole before any rank goes on."""
+        """Starts again. The frames of all ranks are intact before any rank continues."""
         self.bytes.fill_(FILL)
         self.used, self.taken = 256, []
         torch.cuda.synchronize()
         self.comm.barrier(async_op=True).wait_blocking()
 
     def empty(self, count, dtype, shift=0):
-        """`shift` bytes from a vector's place, elsewhere on every rank."""
+        """Returns a tensor `shift` bytes from a vector's address, at another offset on every rank."""
         begin = self.used + 16 * (3 * self.comm.get_rank() + 1) + shift
         end = begin + count * dtype.itemsize
         self.used = -(-end // 256) * 256 + 16 * 3 * self.comm.get_size() + 256
@@ -104,7 +115,7 @@ def test_every_reduction(zero, arena, seed, dtype, op):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *OTHERS], ids=str)
 def test_data_movement_of_every_dtype(zero, arena, seed, dtype):
-    """Random bytes, compared as bytes."""
+    """Compares random bytes as bytes."""
     rank, size = zero.get_rank(), zero.get_size()
     for bytes_ in SIZES:
         every = draw_bytes(zero, seed + bytes_, dtype, elements(bytes_, dtype) * size)
@@ -125,7 +136,7 @@ def test_data_movement_of_every_dtype(zero, arena, seed, dtype):
 
 
 def test_what_a_rank_overwrites_at_once_its_peers_have_read(zero, arena, seed):
-    """The call ends on the device when nobody looks at its tensors any more."""
+    """The call ends on the device even if its tensors are no longer referenced."""
     rank, size, count = zero.get_rank(), zero.get_size(), 200_000
     x, out = arena.empty(count * size, torch.float32), torch.empty(count, device="cuda")
     gathered = arena.empty(count * size, torch.float32)
@@ -142,11 +153,11 @@ def test_what_a_rank_overwrites_at_once_its_peers_have_read(zero, arena, seed):
         check_reduced(got, ReduceOp.SUM, whole)
 
 
-# --- Where there is no one window --------------------------------------------------------------------------------
+# --- Without a window common to all ranks ------------------------------------------------------------------------
 
 
 def calls_on(comm, seed, dtype, count, take):
-    """Every operation, on tensors of take(count), and its check."""
+    """Returns every operation, on tensors of take(count), with its check."""
     rank, size = comm.get_rank(), comm.get_size()
     whole = draw_all(comm, seed, dtype, count * size)
     parts = [part.view(size, count) for part in whole]
@@ -182,11 +193,11 @@ def calls_on(comm, seed, dtype, count, take):
 @pytest.mark.parametrize("bytes_", [16, 48 * KI + 16, 3 * MIB + 48])
 @pytest.mark.parametrize("what", ["plain", "unaligned", "other window", "list"])
 def test_one_rank_that_has_no_place_in_the_window(zero, arena, seed, bytes_, what):
-    """It takes turns to be the odd one out: all ranks stage, and all have what is right."""
+    """Each rank is the exception in turn: all ranks stage, and all have the right result."""
     second = Arena(zero) if what == "other window" else None
     arenas = [arena, second] if second else [arena]
     count, dtype = elements(bytes_, torch.bfloat16), torch.bfloat16
-    for odd in range(zero.get_size() + 1):  # last: nobody is
+    for odd in range(zero.get_size() + 1):  # last: no rank is
         is_odd = odd == zero.get_rank()
         plain = lambda n: torch.empty(n, dtype=dtype, device="cuda")  # noqa: E731
         take = {
@@ -216,7 +227,7 @@ def test_one_rank_that_has_no_place_in_the_window(zero, arena, seed, bytes_, wha
 
 
 def test_empty_tensors(zero, arena, seed):
-    """Between some that are not."""
+    """Runs them between calls with elements."""
     for count in (8, 0, 8):
         for call in calls_on(zero, seed, torch.bfloat16, count, lambda n: arena.empty(n, torch.bfloat16)):
             call()
@@ -238,13 +249,13 @@ def test_the_recorder_names_the_way(make_comm, comm):
     if comm.get_size() > 4:
         large = medium = "nccl"
     elif torch.cuda.get_device_capability()[0] >= 9:
-        large = medium = "direct_ll128"
+        large = medium = "ll128"
     else:
-        large, medium = (small_way(comm),) * 2 if comm.get_size() == 2 else ("direct_two_shot", "direct_push")
-    assert algorithms(calls) == ["nccl"] * 4 + [large, medium, "direct_ll", "direct_ll"]
+        large, medium = (algorithm_used(comm),) * 2 if comm.get_size() == 2 else ("two_shot", "simple")
+    assert algorithms(calls) == ["nccl"] * 4 + [large, medium, "ll", "ll"]
     windows = [on.new_window(t) for on in (zero, auto) for t in (x, out)]
-    name = "direct_zero_copy"
-    found = [name, name, "nccl", name, large, medium, "direct_ll", "direct_ll"]  # the hint, and "auto" as before
+    name = "zero_copy"
+    found = [name, name, "nccl", name, large, medium, "ll", "ll"]  # the hint, and "auto" unchanged
     assert algorithms(calls) == found
     for window in windows:
         window.tensor_deregister()
@@ -255,7 +266,7 @@ def test_the_recorder_names_the_way(make_comm, comm):
 
 
 def test_a_window_that_goes_leaves_calls_right(zero, seed):
-    """Deregistered, dropped, and made again, with calls under way."""
+    """The window is deregistered, dropped, and made again, with calls in flight."""
     size, rank, count = zero.get_size(), zero.get_rank(), 300_000
     for step in range(6):
         tensor = to.symmetric_empty(count * size, torch.float32, zero)
@@ -289,7 +300,7 @@ def test_a_window_that_one_rank_lets_go(zero, seed):
 
 
 def test_collectives_in_a_window_and_elsewhere_have_one_order(zero, arena, seed):
-    """On streams that nothing else orders, one of which is late on one rank."""
+    """Runs on streams that nothing else orders, one of which is late on one rank."""
     rank, size, count = zero.get_rank(), zero.get_size(), 200_000
     streams = [torch.cuda.Stream() for _ in range(2)]
     out = arena.empty(count * size, torch.float32)
@@ -302,15 +313,15 @@ def test_collectives_in_a_window_and_elsewhere_have_one_order(zero, arena, seed)
                 torch.cuda._sleep(3_000_000)
             zero.all_gather_single(out, mine, async_op=step % 2 == 0).wait()
         with torch.cuda.stream(streams[1]):
-            zero.all_reduce(plain, ReduceOp.SUM, async_op=step % 3 == 0, hints={"direct_collectives": "push"}).wait()
+            zero.all_reduce(plain, ReduceOp.SUM, async_op=step % 3 == 0, hints={"custom_collectives": "simple"}).wait()
         torch.cuda.synchronize()
         assert torch.equal(out, torch.cat(parts))
         check_reduced(plain, ReduceOp.SUM, parts)
 
 
 def test_a_put_waits_for_no_collective_of_its_window(zero, seed):
-    """Rank 1 comes to the collective when it has got what rank 0 puts behind it. Of few blocks: where ranks share a
-    GPU, those of a waiting collective leave room for the put."""
+    """Rank 1 enters the collective after it has received the put that rank 0 issues after it. The collective has few
+    blocks: if ranks share a GPU, those that wait leave room for the put."""
     rank, count = zero.get_rank(), 5_000
     tensor = to.symmetric_empty(count + 1, torch.float32, zero)
     window = zero.new_window(tensor)

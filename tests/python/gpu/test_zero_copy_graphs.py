@@ -1,4 +1,4 @@
-"""Collectives on tensors in windows, in graphs and when a rank is missing. See docs/kernels.md."""
+"""Collectives on tensors in windows, in graphs and with a missing rank. See docs/kernels.md."""
 
 import random
 import time
@@ -16,7 +16,7 @@ from torch_overlap import ReduceOp
 pytestmark = pytest.mark.gpu(2)
 
 MIB = 1024 * KI
-ZERO_COPY = {"direct_collectives": "zero_copy"}
+ZERO_COPY = {"custom_collectives": "zero_copy"}
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,9 @@ def zero(make_comm):
 
 
 class Step:
-    """Every operation once where all ranks' tensors lie in a window, and once where one rank's do not; between them
-    others of the same communicator. Inputs change with a counter on the device; differences are counted there. What is
-    written to is NaN before, or a number that nobody has, and so is, by `before`, what is staged in."""
+    """Runs every operation once with all ranks' tensors in a window, and once with one rank's outside; operations of
+    the same communicator run in between. Inputs change with a counter on the device; differences are counted there.
+    Outputs hold NaN before, or a number that no input has, and so does, by `before`, the staging memory."""
 
     CALLS = 6  # of `before`
 
@@ -37,7 +37,7 @@ class Step:
         self.step = torch.zeros((), dtype=torch.int64, device="cuda")
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         self.base = torch.arange(count * self.size, device="cuda") % 97
-        # At another place on every rank.
+        # The offset differs by rank.
         vector = 16 // dtype.itemsize
         self.memory = to.symmetric_empty((2, count * self.size + vector * self.size), dtype, comm)
         self.window = comm.new_window(self.memory)
@@ -87,28 +87,28 @@ class Step:
         self.step.add_(1).remainder_(1000)
         every = [self.of(r) for r in range(self.size)]
         self.every_operation(every, *self.places, lambda: None)
-        for hint in ("ll", "push", "two_shot"):  # they share epochs
+        for hint in ("ll", "simple", "two_shot"):  # they share epochs
             plain = every[self.rank][self.count :].clone()
-            self.comm.all_reduce(plain, ReduceOp.SUM, async_op=False, hints={"direct_collectives": hint})
+            self.comm.all_reduce(plain, ReduceOp.SUM, async_op=False, hints={"custom_collectives": hint})
             self.same(plain, sum(one[self.count :] for one in every))
         self.every_operation(every, *self.odd_places, self.before)
 
     def capture(self):
-        self()  # makes the memory, and is a test by itself
+        self()  # allocates the memory, and is a test by itself
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self()
         return graph
 
     def check(self):
-        """Also what lies around the tensors is as it was."""
+        """Also checks that the memory around the tensors is unchanged."""
         torch.cuda.synchronize()
         assert self.wrong.item() == 0
         self.places.zero_()
         assert not self.memory.any()
 
     def end(self, *graphs):
-        """No rank lets go of what another may still touch."""
+        """No rank releases memory that another may still access."""
         self.comm.barrier(async_op=True).wait_blocking()
         for graph in graphs:
             graph.reset()
@@ -141,7 +141,7 @@ def test_graphs_and_eager_calls_take_turns(comm, zero, seed, count, dtype):
 
 
 def test_two_communicators_at_once(make_comm):
-    """On streams of their own, which nothing orders."""
+    """Replays on streams of their own, which nothing orders."""
     comms = [make_comm(f"zero_copy_at_once_{i}", hints=ZERO_COPY) for i in range(2)]
     steps = [Step(one, count) for one, count in zip(comms, (3000, 20_008), strict=True)]
     graphs = [step.capture() for step in steps]
@@ -177,7 +177,7 @@ def test_ten_thousand_replays(zero, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", NOT_BFLOAT16, ids=str)
 def test_ten_thousand_replays_of_other_dtypes(zero, dtype):
-    """Of graphs in turns, in each of which slots are filled with NaN before another operation that is staged."""
+    """Graphs take turns; in each one the slots are filled with NaN before another of the operations that are staged."""
     poison, calls = Poison(zero), Step.CALLS
     steps = [Step(zero, 5000, dtype, before=at_call(i, calls, poison)) for i in range(calls)]
     graphs = [step.capture() for step in steps]
@@ -189,7 +189,7 @@ def test_ten_thousand_replays_of_other_dtypes(zero, dtype):
 
 
 def test_a_graph_keeps_the_window(zero, seed):
-    """Its replays do without copies when the window is gone for everybody else."""
+    """Its replays still copy nothing when all other references to the window are dropped."""
     count, rank = 50_000, zero.get_rank()
     tensor = to.symmetric_empty(count, torch.float32, zero)
     window = zero.new_window(tensor)
@@ -219,12 +219,13 @@ NAMES = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"
 
 @pytest.fixture
 def lonely(comm, make_comm):
-    """A communicator, and a call that all have made once, and rank 0 makes again. It is aborted behind the test."""
+    """A communicator, and a call that all ranks have made once, and rank 0 makes again. It is aborted after the
+    test."""
     made = []
 
     def make(what, name):
         one = make_comm(f"lonely_zero_{what}_{name}", hints=ZERO_COPY)
-        size, count = comm.get_size(), MIB  # 4 MiB, which would be staged in more than one round, and so in more steps
+        size, count = comm.get_size(), MIB  # 4 MiB, which would be staged in more than one round, with more steps
         memory = to.symmetric_empty(2 * count * size, torch.float32, one)
         made.append((one, one.new_window(memory)))
         whole, out = memory.view(2, -1)
@@ -250,7 +251,7 @@ def lonely(comm, make_comm):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_rank_is_named(lonely, name):
-    """By its step, which also shows that the call before it has staged nothing."""
+    """The step in the error also shows that the previous call staged nothing."""
     silent, call = lonely("call", name)
     if silent.get_rank() != 0:
         return
@@ -278,7 +279,7 @@ def test_a_replay_that_nobody_watches_ends_too(comm, lonely, name):
         while not silent.is_aborted() and time.monotonic() < deadline:
             time.sleep(0.01)
         message = (
-            r"direct collectives of 'lonely_.*': expected rank [1-9] to come to step 3 of block \d+ within 700 ms, "
+            r"custom collectives of 'lonely_.*': expected rank [1-9] to come to step 3 of block \d+ within 700 ms, "
             r"got step 2"
         )
         with pytest.raises(to.OperationTimeoutError, match=message):

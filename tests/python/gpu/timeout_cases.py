@@ -1,4 +1,4 @@
-"""Waits on the device that end without what they wait for, and what the host then says."""
+"""Waits on the device that expire, and the error of the host."""
 
 import time
 
@@ -6,8 +6,8 @@ PART = {"begin": "begin", "chunk": "do its part of"}
 
 
 def expired(comm, rank, what):
-    """The message of a wait for `rank` in an operation over a channel. Of several ranks that wait, the first to give up
-    while others begin tells them."""
+    """Returns the pattern of the error of a wait for `rank` in an operation over a channel. If several ranks wait,
+    the first one to give up notifies them while they begin."""
     message = rf"expected rank {rank} to {PART[what]} operation \d+ within \d+ ms, got operation \d+"
     return message if comm.get_size() == 2 else rf"{message}|got one that has given up"
 

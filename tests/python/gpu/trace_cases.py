@@ -1,4 +1,4 @@
-"""What a profile shows of one call: when each named stretch of the host was issued, and when it ran."""
+"""Profile of one call: the times at which each named range of the host was issued, and ran."""
 
 import json
 
@@ -10,7 +10,7 @@ GEMM = ("torch_overlap::gemm", "torch_overlap::chunk_gemm")
 
 
 class Task:
-    """What one named stretch of the host put on the device: when it was issued, and when it ran there."""
+    """The device work of one named range of the host: the time when it was issued, and the times when it ran."""
 
     def __init__(self, span, launches, on_device):
         begin, end = span["ts"], span["ts"] + span["dur"]
@@ -27,7 +27,7 @@ class Task:
 
 
 def traced_tasks(run, path):
-    """What `run` put on the device under names of the library, in the order in which the host came to it."""
+    """Returns the device work of `run` under names of the library, in the order of the host."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         run()
@@ -42,6 +42,6 @@ def traced_tasks(run, path):
 
 
 def tasks_of(run, path):
-    """The transfers and the products of `run`."""
+    """Returns the transfers and the products of `run`."""
     tasks = traced_tasks(run, path)
     return [[task for task in tasks if task.name.startswith(names)] for names in (COMM, GEMM)]

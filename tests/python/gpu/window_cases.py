@@ -1,4 +1,4 @@
-"""Data and a step for windows, which graphs capture: see test_windows.py and test_window_graphs.py."""
+"""Data and a step for windows, captured by graphs: see test_windows.py and test_window_graphs.py."""
 
 import torch
 
@@ -13,8 +13,8 @@ def data(count, dtype, seed):
 
 
 def put_around(window, ring, seed, steps, late=lambda step: None):
-    """Every rank's data go to its right neighbour, which signals back that it has read; eager, sync and async mixed.
-    `late(step)` may hold a rank up. Ends with the window deregistered."""
+    """Sends every rank's data to its right neighbour, which signals back that it has read it; eager, sync and async
+    are mixed. `late(step)` may delay a rank. The window is deregistered at the end."""
     rank, right, left = ring
     buffer, kept = window.get_tensor(), []
     for step in range(steps):
@@ -34,8 +34,8 @@ def put_around(window, ring, seed, steps, late=lambda step: None):
 
 
 class Ring:
-    """The captured step: out = what the left neighbour's x was, with a signal back once its bits are all set again,
-    which is NaN or a number that nobody sends. `x` changes between replays."""
+    """The captured step: out = the x of the left neighbour, with a signal back once its bits are all set again,
+    which is NaN or a number that no rank sends. `x` changes between replays."""
 
     def __init__(self, comm, ring, count=COUNT, dtype=torch.float32):
         self.comm, (self.rank, self.right, self.left) = comm, ring
@@ -68,7 +68,7 @@ class Ring:
         return graph
 
     def capture_counted(self):
-        """One replay: the next inputs, the step, and its result compared; `wrong` counts differences."""
+        """Runs one replay: the next inputs, the step, and the comparison of its result; `wrong` counts differences."""
         turn = torch.zeros((), dtype=torch.int64, device="cuda")
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         torch.cuda.synchronize()
@@ -85,7 +85,7 @@ class Ring:
         self.clear(self.out)
 
     def off(self, step):
-        """How many bytes of the result are not as sent."""
+        """Returns the number of bytes of the result that differ from those sent."""
         return (self.out.view(torch.uint8) != self.of(self.left, step).view(torch.uint8)).sum()
 
     def check(self, step):

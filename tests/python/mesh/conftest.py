@@ -1,4 +1,4 @@
-"""Makes this folder's helpers importable: tests run in importlib mode, which leaves sys.path alone."""
+"""Makes this folder's helpers importable: tests run in importlib mode, which does not change sys.path."""
 
 import sys
 from pathlib import Path

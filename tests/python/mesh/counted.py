@@ -1,4 +1,4 @@
-"""What a program's elementwise kernels move: its ATen operators as they run, beside products and attention."""
+"""Bytes moved by a program's elementwise kernels: its ATen operators as they run, without products and attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _PRODUCTS = ("mm.", "matmul", "attention", "embedding_dense_backward")
-# Operators of many tensors at once: passes over all they are given. AdamW reads four and writes three of four.
+# Operators of many tensors at once: number of passes over their operands. AdamW reads four and writes three of four.
 _PASSES = {"_foreach_norm": 1.0, "_foreach_mul_": 2.0, "_foreach_add_": 2.0, "_foreach_copy_": 1.0,
            "_fused_adamw_": 7 / 4}  # fmt: skip
 
@@ -18,7 +18,7 @@ class Counted(TorchDispatchMode):
     """Sums the bytes of operands and results, each read or written once; views move nothing.
 
     Attributes:
-        bytes: So far.
+        bytes: Number of bytes so far.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _size(x: Tensor) -> int:
-    """Of what is in memory: an expanded dimension is there once."""
+    """Returns the bytes in memory: an expanded dimension counts once."""
     count = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride else 1

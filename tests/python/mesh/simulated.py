@@ -1,4 +1,4 @@
-"""A torch function on meshes of simulated ranks: captured, planned, its parts run one rank after the other."""
+"""Runs a torch function on meshes of simulated ranks: captured, planned, its parts run one rank after the other."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def random_layout(rng: random.Random, mesh: Mesh, dims: int, *, partial: bool = 
 
 
 def spread(x: Tensor, layout: Layout, rng: random.Random) -> Value:
-    """Parts of x. Those of a pending sum are random, such that zeros are nowhere; sums of them are exact."""
+    """Returns the parts of x. Those of a partial sum are random, so that none is zero; their sums are exact."""
     mesh = layout.mesh
     cut = layout.with_partial(None)
     parts = distribute(x.to(torch.float64).numpy(), cut)
@@ -72,7 +72,7 @@ def moved(value: Value, plan: Any, layout: Layout) -> Value:
 
 
 def run_call(call: Call, inputs: Sequence[Value], mesh: Mesh, *, kinds: list[str] | None = None) -> list[Value]:
-    """What all ranks have after one operator; `kinds` gets the steps that moved something."""
+    """Returns the values of all ranks after one operator; the kinds of the steps that send are added to `kinds`."""
     if not call.inputs:
         layouts = [Layout.replicated(mesh, len(x.shape)) for x in call.outputs]
         locals_ = [local_call(call, None, [], layouts, rank, torch.device("cpu"))([]) for rank in mesh.ranks]
@@ -105,7 +105,7 @@ def _values(call: Call, locals_: list[Any], layouts: Sequence[Layout]) -> list[V
 
 
 def run_program(program: Program, operands: Sequence[Value], mesh: Mesh, kinds: list[str] | None = None) -> Any:
-    """The result of a captured function, with Values for tensors."""
+    """Returns the result of a captured function, with Values for tensors."""
     values: dict[int, Value] = dict(enumerate(operands))
     for number, constant in program.constants.items():
         values[number] = spread(constant, Layout.replicated(mesh, constant.dim()), random.Random(0))

@@ -1,4 +1,4 @@
-"""auto_shard on modules and functions: traced by torch.export, laid out by cost."""
+"""auto_shard on modules and functions: traced by torch.export, with layouts chosen by cost."""
 
 from __future__ import annotations
 

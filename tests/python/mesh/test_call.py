@@ -1,4 +1,4 @@
-"""What torch functions consist of: operators, their numbers, results, writes, and what is refused."""
+"""Decomposition of torch functions: operators, their numbers, results, writes, and unsupported functions."""
 
 from __future__ import annotations
 
@@ -152,14 +152,14 @@ def test_writes_are_new_values() -> None:
     wide = capture(Tensor.add_, (X, Operand((6,), torch.float64)))
     last = wide.steps[-1]
     assert wide.writes == {0: last.outputs[0]}
-    assert last.call.outputs == [X]  # in place keeps the type
+    assert last.call.outputs == [X]  # in place keeps the dtype
 
 
 def test_writes_to_parts_are_refused() -> None:
     refused = r"_: expected to write to a whole tensor.*torch\.where"
     with pytest.raises(UnsupportedError, match="copy" + refused):
         capture(lambda x, y: x[1:].copy_(y[1:]), (X, Y))
-    with pytest.raises(UnsupportedError, match="(copy|fill)" + refused):  # which of them is torch's choice
+    with pytest.raises(UnsupportedError, match="(copy|fill)" + refused):  # torch decides which of them
         capture(Tensor.__setitem__, (X, 0, 1.0))
     with pytest.raises(UnsupportedError, match="add_: expected to write to a whole"):
         capture(lambda x: x[1:].add_(1), (X,))

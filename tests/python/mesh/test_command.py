@@ -1,4 +1,4 @@
-"""`python -m torch_overlap plan` and the predictions behind it."""
+"""`python -m torch_overlap plan` and its predictions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_one_rank_sends_nothing() -> None:
 def test_work_is_shared_out() -> None:
     alone = predict(SMALL, Mesh({"dp": 1}), batch=64)
     shared = predict(SMALL, Mesh({"dp": 8}), batch=64)
-    assert alone.compute / 8.8 < shared.compute < alone.compute / 6  # some of it has no parts
+    assert alone.compute / 8.8 < shared.compute < alone.compute / 6  # some of it is not sharded
     assert shared.traffic["dp"] == 2 * 7 / 8 * 4 * (SMALL.layers * SMALL.layer_parameters + 2 * 512 * 1024)
     hidden = predict(SMALL, Mesh({"tp": 4}), batch=64)
     assert hidden.moving <= predict(SMALL, Mesh({"tp": 4}), batch=64, overlap=False).moving
@@ -104,7 +104,8 @@ def test_wrong_models_are_refused() -> None:
 
 
 def test_eager_models_move_what_they_say() -> None:
-    """Bytes at the rate of memory: of layers by their share of it, of parameters, and of gradients that are reduced."""
+    """Bytes at the memory bandwidth: of layers by their share of it, of parameters, and of gradients that are
+    reduced."""
     cost, mesh = CostModel.h200(), Mesh({"dp": 4})
     rate = 1e12 / (cost.elementwise(2e12) - cost.elementwise(1e12))
     first = predict(replace(SMALL, eager=Eager(100, 30, 8, 0.5)), mesh, batch=64)

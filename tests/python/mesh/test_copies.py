@@ -26,7 +26,7 @@ COLLECTIVES = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "perm
 
 
 def random_mesh(rng: random.Random) -> Mesh:
-    """Of 8 ranks in any order, with links that are given for some axes."""
+    """Returns a mesh of 8 ranks in any order, with links that are given for some axes."""
     axes = rng.choice([{"dp": 2, "tp": 4}, {"x": 2, "y": 2, "z": 2}, {"a_1": 8}, {"x": 4, "one": 1, "y": 2}])
     links = {name: rng.choice(["nvlink", "network"]) for name in axes if rng.random() < 0.5}
     ranks = rng.sample(range(rng.choice([8, 20])), 8)
@@ -142,7 +142,7 @@ print(plan.explain())
 
 
 def test_another_process_reads_them(seed: int) -> None:
-    """It imports torch_overlap.mesh when that is first asked for."""
+    """The first access imports torch_overlap.mesh."""
     rng = random.Random(seed)
     mesh = random_mesh(rng)
     plan = plan_reshard(Layout.replicated(mesh, 2), random_layout(rng, mesh, 2), [16, 16], 4, CostModel.h200())

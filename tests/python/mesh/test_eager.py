@@ -1,4 +1,4 @@
-"""The bytes that the planner's models of examples/train_gpt.py have are those that its training steps move."""
+"""The planner's models of examples/train_gpt.py have the bytes that its training steps move."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ DIM, SEQUENCE = 256, 128
 
 
 def bytes_of_a_step(name: str, dp: int, layers: int, batch: int) -> float:
-    """On one rank of `dp`, without the others: of a small model, `batch` sequences a rank."""
+    """Returns the bytes of a step on one rank of `dp`, without the others: a small model, `batch` sequences per
+    rank."""
     sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
     from gpt.model import Config
     from gpt.plain import MeshTrainer
@@ -43,7 +44,7 @@ def test_a_preset_moves_what_the_example_does(name: str) -> None:
     eager = PRESETS[name].eager
     assert eager is not None
     count = {(n, batch): bytes_of_a_step(name, 1, n, batch) for n in (1, 2) for batch in (2, 4)}
-    # Of one more layer: what grows with the batch, and what does not.
+    # Bytes of one more layer: the part that grows with the batch, and the rest.
     fewer, more = (count[2, batch] - count[1, batch] for batch in (2, 4))
     tokens = 2 * SEQUENCE * DIM
     parameters = 12 * DIM**2 + 2 * DIM

@@ -1,4 +1,4 @@
-"""The cost model of H200s beside what was measured on them: the result files of benchmarks/results."""
+"""The cost model of H200s against measurements on them: the result files of benchmarks/results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BESIDE = {"ag_gemm": "all_gather", "gemm_rs": "reduce_scatter", "gemm_ar": "all_
 
 
 def measured(file, ops, algorithm):
-    """(operation, shape) -> the row, in CUDA graphs."""
+    """Returns (operation, shape) -> the row, in CUDA graphs."""
     rows = json.loads((RESULTS / file).read_text())["rows"]
     found = [row for row in rows if (row["mode"], row["algorithm"]) == ("graph", algorithm) and row["op"] in ops]
     return {(row["op"], tuple(row["shape"]) if isinstance(row["shape"], list) else row["shape"]): row for row in found}
@@ -28,11 +28,11 @@ def measured(file, ops, algorithm):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_overlapped_products(tp):
-    """The algorithm ring on large batches, from the measured time of the product: within 15 %."""
+    """Algorithm p2p with large batches, from the measured time of the product: within 15 %."""
     model, seen = CostModel.h200(), 0
-    for (op, (m, n, k)), row in measured(PRODUCTS[tp], BESIDE, "ring").items():
+    for (op, (m, n, k)), row in measured(PRODUCTS[tp], BESIDE, "p2p").items():
         if m < 1024:
-            continue  # decoding goes one after the other
+            continue  # decoding is sequential
         size = 2 * m * (k if op == "ag_gemm" else n)
         predicted = 1e6 * model.overlapped(BESIDE[op], {"nvlink": tp}, size, row["gemm_us"] / 1e6)
         assert predicted == pytest.approx(row["us"], rel=0.15), (op, m, n, k)
@@ -42,9 +42,10 @@ def test_overlapped_products(tp):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_products(tp):
-    """A rank's product by the quickest algorithm of cuBLASLt: within 25 %, of those of a millisecond and more 10 %."""
+    """A rank's product by the fastest algorithm of cuBLASLt: within 25 %, those of a millisecond and more within 10
+    %."""
     model = CostModel.h200()
-    for (op, (m, n, k)), row in measured(PRODUCTS[tp], BESIDE, "ring").items():
+    for (op, (m, n, k)), row in measured(PRODUCTS[tp], BESIDE, "p2p").items():
         sizes = (m, n // tp, k) if op == "ag_gemm" else (m, n, k // tp)
         bound = 0.1 if row["gemm_us"] >= 1000 else 0.25
         if m >= 1024:
@@ -65,9 +66,9 @@ def test_layers(tp):
     rows = json.loads((RESULTS / LAYERS[tp]).read_text())["rows"]
     seen = 0
     for row in rows:
-        if row["algorithm"] not in ("ring", "sequential"):
+        if row["algorithm"] not in ("p2p", "sequential"):
             continue
-        overlap = row["algorithm"] == "ring"
+        overlap = row["algorithm"] == "p2p"
         predicted = 1e6 * predict_layer(PRESETS[row["name"]], Mesh({"tp": tp}), batch=1, overlap=overlap)
         assert predicted == pytest.approx(row["us"], rel=0.15), (row["name"], row["algorithm"])
         seen += 1
@@ -75,23 +76,23 @@ def test_layers(tp):
 
 
 def training_steps():
-    """The rows of benchmarks/train_step.py, by file."""
+    """Yields the rows of benchmarks/train_step.py, by file."""
     for path in sorted(RESULTS.glob("train_step-h200-*.json")):
         content = json.loads(path.read_text())
         for row in content["rows"]:
             yield pytest.param(content["commit"], row, id=f"{path.stem}-{row['name']}")
 
 
-# What this commit ran: each product cast its input again, so that a layer moved more bytes; and casts lost what anchors
-# weights, so with both axes layers gathered weights, and each rank of tp ran attention over all heads.
+# Differences of this commit: each product cast its input again, so that a layer moved more bytes; and casts lost the
+# anchor of weights, so with both axes layers gathered weights, and each rank of tp ran attention over all heads.
 BYTES_THEN = {"3e7679a": 400}
 RAN_OTHERWISE = {("3e7679a", "dp=2:tp=2")}
 
 
 @pytest.mark.parametrize(("commit", "row"), list(training_steps()))
 def test_training_step(commit, row):
-    """The whole step of examples/train_gpt.py, by hand (tp) and sharded (with a dp), from bytes that are counted and
-    one rate, that of one rank: within 15 %; and as docs/planner.md says."""
+    """The whole step of examples/train_gpt.py, by hand (tp) and sharded (with a dp), from counted bytes and one
+    rate, that of one rank: within 15 %; and as in docs/planner.md."""
     mesh = Mesh.parse(row["name"].replace(":", ","))
     by_hand = "dp" not in mesh.axes
     model = PRESETS["train_gpt" if by_hand else "train_gpt_mesh"]

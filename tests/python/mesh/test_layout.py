@@ -58,7 +58,7 @@ def test_a_mesh_has_named_axes_over_any_ranks() -> None:
 @pytest.mark.parametrize("axes", [{"dp", "tp"}, frozenset(["dp"]), {"dp": 1}, {"dp": 1}.keys(), b"dp"],
                          ids=["set", "frozenset", "dict", "keys", "bytes"])  # fmt: skip
 def test_a_spelling_without_order_is_refused(axes: Any) -> None:
-    """A set of names has another order in another process; the keys of a dict are no entries by dimension."""
+    """A set of names is ordered differently in another process; the keys of a dict are not entries by dimension."""
     mesh = Mesh({"dp": 2, "tp": 4})
     an_axis = r"expected an axis or a sequence of axes a dimension, got {} .*; write axes as a tuple"
     name = type(axes).__name__
@@ -99,7 +99,7 @@ def test_every_spelling_is_one_layout() -> None:
         expected,
     ):
         assert to_layout(spec, mesh, 3) == expected
-    assert to_layout(P("dp"), mesh, 3) == Layout(mesh, ["dp", None, None])  # shorter than the rank
+    assert to_layout(P("dp"), mesh, 3) == Layout(mesh, ["dp", None, None])  # shorter than the number of dimensions
     assert to_layout(P(), mesh, 2) == to_layout(None, mesh, 2) == Layout.replicated(mesh, 2)
     assert to_layout(P(("dp", "tp")), mesh, 1).dims == (("dp", "tp"),)
     assert repr(P("dp", None, ("dp", "tp"))) == "P('dp', None, ('dp', 'tp'))"
@@ -140,7 +140,7 @@ def test_parts_are_those_of_torch_chunk() -> None:
 
 
 def test_parts_are_those_of_dtensor(seed: int) -> None:
-    """Every axis on one dimension or replicated, in mesh order, as DTensor's placements say it."""
+    """Every axis on one dimension or replicated, in mesh order, as in DTensor's placements."""
     rng = random.Random(seed)
     for _ in range(300):
         sizes = [rng.choice((1, 2, 3, 4)) for _ in range(rng.randint(1, 3))]

@@ -1,4 +1,5 @@
-"""Functions of torch on parts of tensors: what each rank runs, collected, is the function of the whole tensors."""
+"""Functions of torch on parts of tensors: the results of all ranks, collected, equal the function of the whole
+tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def real(*shape: int) -> Make:
 
 
 def counted(generator: torch.Generator) -> Tensor:
-    """Classes of 4, not all of them ignored."""
+    """Returns classes of 4, not all of them ignored."""
     return torch.cat([torch.randint(4, (5,), generator=generator), torch.zeros(1, dtype=torch.int64)])
 
 
@@ -40,7 +41,7 @@ def signed(high: int, *shape: int) -> Make:
 
 
 def distinct(*shape: int) -> Make:
-    """No ties: which of them comes first is nobody's promise."""
+    """Returns values without ties: torch does not specify which of equal values is first."""
     return lambda g: torch.randperm(math.prod(shape), generator=g).reshape(shape).double() / 8 - 1.53125
 
 
@@ -185,7 +186,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Make, ...]]] = {
     "index": (lambda x, i: x[:, i], (X, signed(7, 3, 2))),
     "index, plain": (lambda x: x[torch.tensor([0, 2, 3])], (X,)),
     "index_select": (lambda x, i: x.index_select(1, i), (X, integer(7, 5))),
-    "take, pending": (lambda x, y, i: (x @ y)[i], (real(5, 8), real(8, 6), integer(5, 4))),
+    "take, partial": (lambda x, y, i: (x @ y)[i], (real(5, 8), real(8, 6), integer(5, 4))),
     "gather": (lambda x, i: x.gather(1, i), (X, integer(7, 4, 3))),
     "gather, fewer": (lambda x, i: x.gather(1, i), (X, integer(7, 2, 3))),
     "embedding": (F.embedding, (integer(11, 4, 3), real(11, 6))),
@@ -249,7 +250,7 @@ def test_parts_make_the_whole(name: str, seed: int) -> None:
 
 
 def steps_of(name: str, rng: random.Random) -> list[tuple[Call, list[Tensor]]]:
-    """The operators of a case, with their inputs."""
+    """Returns the operators of a case, with their inputs."""
     function, makes = CASES[name]
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     tensors = [make(generator) for make in makes]
@@ -267,7 +268,7 @@ def steps_of(name: str, rng: random.Random) -> list[tuple[Call, list[Tensor]]]:
 
 
 def check_gradients(call: Call, tensors: list[Tensor], mesh: Mesh, rng: random.Random) -> None:
-    """The gradients of the parts, of the sum of all outputs with random weights."""
+    """Compares the gradients of the parts, of the sum of all outputs with random weights."""
     shapes = [x.shape for x in call.inputs]
     rule = rule_of(call) or OpRule.opaque(call.name, shapes, [x.shape for x in call.outputs])
     layouts = [sim.random_layout(rng, mesh, x.dim(), partial=x.is_floating_point()) for x in tensors]

@@ -1,4 +1,4 @@
-"""Small models, captured whole: every operator has a rule, and parts of the loss make the loss."""
+"""Small models, captured whole: every operator has a rule, and the parts of the loss add up to the loss."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Gpt(nn.Module):
         return losses.masked_fill(target == 0, 0).sum() / (target != 0).sum()
 
 
-# Where parameters lie; the rest is on every rank.
+# Layouts of parameters; the rest is on every rank.
 LLAMA = {"q": "[tp],[]", "kv": "[tp],[]", "o": "[],[tp]", "gate": "[tp],[]", "up": "[tp],[]", "down": "[],[tp]",
          "embedding": "[tp],[]", "head": "[],[]"}  # fmt: skip
 GPT = {"qkv": "[tp],[]", "o": "[],[tp]", "mlp.0": "[tp],[]", "mlp.2": "[],[tp]", "tokens": "[],[tp]"}

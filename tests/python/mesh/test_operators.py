@@ -1,4 +1,4 @@
-"""What operators make of layouts, and what has to move: one function at a time, on simulated ranks."""
+"""Layouts of the results of operators, and the required communication: one function at a time, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def data(*shape: int) -> Tensor:
 
 
 def run(function: Callable[..., Any], mesh: Mesh, *given: tuple[Tensor, str], seed: int = 0) -> tuple[Any, list[str]]:
-    """The result and the kinds of collectives; its elements are those of the function of whole tensors."""
+    """Returns the result and the kinds of collectives; checks that its elements are those of the function of whole
+    tensors."""
     rng, kinds = random.Random(seed), list[str]()
     tensors = [x for x, _ in given]
     operands = [sim.spread(x, Layout.parse(mesh, text), rng) for x, text in given]
@@ -57,7 +58,7 @@ NONLINEAR: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", NONLINEAR)
 def test_pending_sums_are_reduced_before(name: str, seed: int) -> None:
-    """T28, B10: nonlinear operators, casts that round, numbers that would be added once a rank."""
+    """T28, B10: nonlinear operators, casts that round, and numbers that would be added once per rank."""
     result, kinds = run(NONLINEAR[name], X2, (data(4, 4), "[],[] P{x}"), seed=seed)
     assert kinds == ["all_reduce"]
     assert result.layout.invariant == ("x",)
@@ -98,7 +99,7 @@ LINEAR: dict[str, tuple[Callable[..., Any], tuple[tuple[Tensor, str], ...]]] = {
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_pending_sums_stay(name: str, seed: int) -> None:
-    """T29, T30: nothing moves, and what is whole counts once."""
+    """T29, T30: nothing is sent, and replicated values count once."""
     function, others = LINEAR[name]
     first = data(4, 4).float() if name == "widening" else data(4, 4)
     result, kinds = run(function, X2, (first, "[],[] P{x}"), *others, seed=seed)
@@ -128,7 +129,7 @@ def test_products() -> None:
 
 
 def test_elementwise_conflicts() -> None:
-    """T36-T38, B13: one of the two is brought to the other; always the same one."""
+    """T36-T38, B13: one of the two is resharded to the other; always the same one."""
     mesh = Mesh.parse("dp=2,tp=2")
     x, y = data(8, 8), data(8, 8)
     assert layout_of(torch.add, mesh, (x, "[dp],[]"), (y, "[],[tp]")) == "[dp],[tp]"  # both are cut further
@@ -163,7 +164,7 @@ def test_reshapes() -> None:
     assert layout_of(lambda v: v.reshape(2, 4, 32), X2, (data(8, 32), "[x],[]")) == "[x],[],[]"
     assert layout_of(torch.squeeze, X2, (data(2, 1, 3), "[x],[],[]")) == "[x],[]"
     _, kinds = run(lambda v: v.reshape(16), X4, (data(4, 4), "[],[x]"))
-    assert kinds  # the minor dimension: its parts do not lie together
+    assert kinds  # the minor dimension: its parts are not contiguous
 
 
 @pytest.mark.parametrize("size", [7, 11, 10, 5, 3, 1])
@@ -198,7 +199,7 @@ def test_parts_of_axes() -> None:
 
 
 def test_softmax_of_a_sharded_dimension_reduces() -> None:
-    """B16: the maximum and the sum; where nobody knows the layout, the dimension is made whole."""
+    """B16: the maximum and the sum are reduced; if the layout is unknown, the dimension is gathered."""
     x = data(4, 8)
     for dim in (-1, 1):
         for function in (torch.log_softmax, torch.softmax):
@@ -220,12 +221,12 @@ def test_a_sharded_vocabulary_is_looked_up_by_parts() -> None:
 
 
 def test_losses_of_a_sharded_batch() -> None:
-    """A mean counts what is not ignored, over all ranks."""
+    """A mean divides by the number of elements that are not ignored, over all ranks."""
     x, target = data(8, 5), torch.tensor([0, 1, -100, -100, 2, 3, -100, 4])
     for reduction in ("mean", "sum", "none"):
         result, kinds = run(lambda a, b, r=reduction: F.cross_entropy(a, b, reduction=r), X4, (x, "[x],[]"),
                             (target, "[x]"))  # fmt: skip
-        assert kinds == (["all_reduce"] if reduction == "mean" else [])  # the count; the sum stays pending
+        assert kinds == (["all_reduce"] if reduction == "mean" else [])  # the count; the sum stays partial
         assert str(result.layout) == {"mean": "scalar P{x}", "sum": "scalar P{x}", "none": "[x]"}[reduction]
 
 
@@ -252,7 +253,7 @@ def test_attention_keeps_heads_and_batches() -> None:
 
 
 def test_losses_of_a_sharded_vocabulary() -> None:
-    """Logits stay where they are: the maximum, the sum, the own class, and the count are reduced."""
+    """Logits stay in place: the maximum, the sum, the own class, and the count are reduced."""
     logits, target = data(6, 64), torch.randint(0, 64, (6,))
     _, kinds = run(F.cross_entropy, X4, (logits, "[],[x]"), (target, "[]"))
     assert set(kinds) == {"all_reduce"}
@@ -291,7 +292,7 @@ def test_a_batch_norm_knows_the_whole_batch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_means_of_halves_round_once(dtype: torch.dtype) -> None:
-    """A sum of the own part alone would be infinite in float16."""
+    """A sum of only the own part would be infinite in float16."""
     x = (torch.rand(4096) * 40000 + 20000).to(dtype)
     rng, layout = random.Random(0), Layout.parse(X4, "[x]")
     (step,) = sim.captured(torch.mean, [x]).steps

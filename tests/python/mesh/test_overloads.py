@@ -1,4 +1,4 @@
-"""Rules are found by an operator's name: an overload that means something else has a rule of its own, or none."""
+"""Rules are found by an operator's name: an overload with another meaning has a rule of its own, or none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def data(*shape: int) -> Tensor:
 
 
 X, Y, ROW = data(4, 6), data(4, 6), data(1, 6)
-# Arguments of each overload whose places mean something else than those of the overload beside it.
+# Arguments of each overload whose positions have another meaning than in its neighbour.
 CALLS: dict[Any, tuple[Any, ...]] = {
     aten.softmax.int: (X, 0, torch.float64),
     aten.log_softmax.int: (X, 1, torch.float64),
@@ -56,7 +56,8 @@ READ_ELEMENTS: dict[Any, tuple[Any, ...]] = {
 
 
 def is_called(overload: Any) -> bool:
-    """Does torch call it on tensors? Not those that write, of names of dimensions, or of TorchScript's values."""
+    """Returns True if torch calls the overload on tensors: not those that write, or have named dimensions or
+    TorchScript's values."""
     kinds = [str(a.type) for a in overload._schema.arguments]
     named = any(a.name in ("dim", "dims", "start_dim") and "str" in str(a.type) for a in overload._schema.arguments)
     written = overload._schema.is_mutable or any(a.is_out for a in overload._schema.arguments)
@@ -64,7 +65,8 @@ def is_called(overload: Any) -> bool:
 
 
 def other_overloads() -> set[Any]:
-    """Those of operators with a rule where a place has another name than in the overload before, or is for a dtype."""
+    """Returns overloads of operators with a rule that name a position differently than the one before, or have a
+    dtype."""
     found = set()
     for name in known_operators():
         packet, before = getattr(aten, name, None), list[str]()
@@ -80,13 +82,13 @@ def other_overloads() -> set[Any]:
 
 
 def test_every_overload_of_another_meaning_is_known() -> None:
-    """A new one belongs into one of the tables above, and call.py names it if no rule fits."""
+    """A new overload belongs into one of the tables above, and call.py must name it if no rule fits."""
     assert other_overloads() - {*CALLS, *WITHOUT_RULE, *READ_ELEMENTS} == set()
 
 
 @pytest.mark.parametrize("overload", CALLS, ids=str)
 def test_it_gives_what_torch_gives(overload: Any, seed: int) -> None:
-    """Values and dtypes, of whole, sharded and pending operands."""
+    """Values and dtypes, of whole, sharded and partial operands."""
     rng, args, named = random.Random(seed), CALLS[overload], NAMED.get(overload, {})
     expected = overload(*args, **named)
     for text in ("x=2", "x=2,y=2", "x=4"):
@@ -104,7 +106,7 @@ def test_it_gives_what_torch_gives(overload: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("overload", sorted(WITHOUT_RULE, key=str), ids=str)
 def test_products_of_another_dtype_have_no_rule(overload: Any) -> None:
-    """They run on whole operands: rules, expansions and fused operators know no result of another dtype."""
+    """They run on whole operands: rules, expansions and fused operators have no result of another dtype."""
     batch = (2,) if "bmm" in str(overload) else ()
     a, b = Operand((*batch, 4, 6), torch.bfloat16), Operand((*batch, 6, 8), torch.bfloat16)
     bias = [Operand((*batch, 4, 8), torch.bfloat16)] if "addmm" in str(overload) or "baddbmm" in str(overload) else []

@@ -1,4 +1,4 @@
-"""Plans: by the cost of each, run on numpy arrays; cost models as numbers and as files."""
+"""Plans: ranked by cost, run on numpy arrays; cost models as numbers and as files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_plan_moves_what_it_says() -> None:
     mesh = Mesh({"x": 2, "y": 2}, ranks=[3, 1, 0, 2])
     before, after = Layout.parse(mesh, "[x],[y]"), Layout.parse(mesh, "[y],[x]")
     data = np.random.default_rng().standard_normal((6, 5))
-    cost = CostModel.bandwidth_only()  # on H200s two of the smallest collectives are quicker than a permute
+    cost = CostModel.bandwidth_only()  # with the H200 model two of the smallest collectives are faster than a permute
     plan = plan_reshard(before, after, data.shape, 8, cost)
     assert [step.kind for step in plan.steps] == ["permute"]
     locals_ = simulate(plan, distribute(data, before))
@@ -48,7 +48,7 @@ def test_a_plan_moves_what_it_says() -> None:
 
 @pytest.mark.stress
 def test_any_plan_agrees_with_slicing(seed: int) -> None:
-    """Random meshes, ranks, layouts, pending ones too, and shapes; TORCH_OVERLAP_STRESS times 500."""
+    """Random meshes, ranks, layouts (partial ones too) and shapes; TORCH_OVERLAP_STRESS times 500."""
     better = pending = 0
     rng, generator = random.Random(seed), np.random.default_rng(seed)
     for _ in range(500 * int(os.environ.get("TORCH_OVERLAP_STRESS", "1"))):

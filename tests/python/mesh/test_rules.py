@@ -1,4 +1,4 @@
-"""Rules on torch's operators: what each rank computes from its own parts, collected, is the whole result."""
+"""Rules on torch's operators: the results of each rank's own parts, collected, are the whole result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-# rule, the operator on local tensors, may its inputs be pending sums
+# rule, the operator on local tensors, True if its inputs may be partial sums
 CASES: dict[str, tuple[OpRule, Callable[..., torch.Tensor]]] = {
     "linear": (OpRule.linear((4, 6, 8), (12, 8)), F.linear),
     "linear with bias": (OpRule.linear((6, 8), (12, 8), True), F.linear),
@@ -78,7 +78,7 @@ def test_local_results_are_the_global_one(name: str, seed: int) -> None:
                 assert local.shape == output.local_shape(expected.shape, rank), found.explain()
             for axis, kind in output.partial.items():
                 assert kind in ("sum", "max"), axis
-            # Parts are rounded differently; copies are compared by bits after rounding that off.
+            # Parts are rounded differently; copies are compared by bits after rounding.
             got = collect([np.round(x, 9) for x in locals_], output, expected.shape)
             np.testing.assert_allclose(got, expected, atol=1e-7, err_msg=f"{found.explain()}")
 
@@ -114,7 +114,7 @@ def test_a_mean_is_a_sum_over_the_global_count() -> None:
 
 
 def test_the_data_shows_a_wrong_order() -> None:
-    """T57: nonlinear operators on pending values give other numbers; so they are reduced first."""
+    """T57: nonlinear operators on partial values give other numbers, so the values are reduced first."""
     mesh = Mesh({"tp": 2})
     pending = Layout(mesh, [None], partial="tp")
     x = np.array([2049.0, 1.0, 3.0])

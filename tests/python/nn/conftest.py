@@ -1,4 +1,4 @@
-"""References for the modules: the same in plain torch, whole, in fp64."""
+"""References for the modules: the same in plain torch, unsharded, in fp64."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ sys.path.insert(0, os.path.dirname(__file__))  # float8_cases
 
 
 class Problem:
-    """Random tensors and layers in fp64, one after the other, equal wherever the same seed starts."""
+    """Random tensors and layers in fp64, one after the other; equal for equal seeds."""
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
         self.generator = torch.Generator().manual_seed(seed)

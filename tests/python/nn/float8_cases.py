@@ -1,4 +1,4 @@
-"""Rounding to 8-bit floats by hand, in fp64, and what it may change."""
+"""Rounding to 8-bit floats by hand, in fp64, and its error."""
 
 import torch
 
@@ -14,23 +14,24 @@ def scale_of(x, dtype, margin=0):
 
 
 def rounded(x, dtype, scale=None):
-    """x as the 8-bit values that stand for it, in fp64."""
+    """Returns x rounded to 8-bit floats, as fp64 values."""
     scale = scale_of(x, dtype) if scale is None else scale
     most = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-most, most).to(dtype).double() / scale.double()
 
 
 def error(x, dtype):
-    """The largest |rounded(x) - x|: half a last bit, which for subnormals is that of the smallest normal number.
+    """Returns a bound of |rounded(x) - x|: half a last bit, which for subnormals is that of the smallest normal
+    number.
 
-    Twice 2^-24 of x for the scale's own roundings.
+    Twice 2^-24 of x is added for the rounding of the scale itself.
     """
     limits = torch.finfo(dtype)
     return x.abs() * (limits.eps / 2 + 2**-23) + limits.smallest_normal * limits.eps / 2 / scale_of(x, dtype).double()
 
 
 class Matrix:
-    """A matrix whose elements are known to `error`, and the products of such."""
+    """A matrix whose elements have an error of at most `error`, and products of such matrices."""
 
     def __init__(self, value, error):
         self.value, self.error = value, error
@@ -48,6 +49,6 @@ class Matrix:
 
 
 def forms(x, dtype):
-    """As it is, with the error of rounding; and rounded, with the error that sums in fp32 may make of it."""
+    """Returns x with the error of rounding, and x rounded, with the error of sums in fp32."""
     value = rounded(x, dtype)
     return Matrix(x, error(x, dtype)), Matrix(value, value.abs() * 2**-20)

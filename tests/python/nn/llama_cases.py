@@ -1,4 +1,4 @@
-"""A model as in torchtitan, whose code knows nothing of ranks, and plans of styles for it."""
+"""A model as in torchtitan, whose code has no ranks, and plans of styles for it."""
 
 import torch
 import torch.nn.functional as F

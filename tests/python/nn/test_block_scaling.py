@@ -1,5 +1,5 @@
-"""Layers on 8-bit floats with scales of blocks, beside fp64 products of the operands that they quantize, each along
-what its product sums over."""
+"""Layers on 8-bit floats with scales of blocks, compared with fp64 products of the quantized operands, each
+quantized along its inner dimension."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 SIZES = [1, 2, 3]
-ALGORITHMS = ["auto", "sequential", "chunked", "ring", "bulk"]
-# Rows of a rank that are whole blocks, or are not, along any dimension. "block" takes them in eights.
+ALGORITHMS = ["auto", "sequential", "pipelined", "p2p", "bulk"]
+# Rows of a rank that are whole blocks, or are not, along any dimension. "block" needs multiples of eight rows.
 LAYOUTS = [(True, (96, 2), 0), (True, (48, 3), 0), (True, (2, 48, 2), 1), (True, (8, 6), -2), (False, (4, 8), 0),
            (False, (40,), 0)]  # fmt: skip
 UNEVEN = [(True, (6, 3), 0), (True, (2, 6), -2), (False, (18,), 0)]
@@ -25,13 +25,13 @@ BLOCK = {"mxfp8": 32, "block": 128}
 
 
 def values(x, dtype, mode):
-    """What stands for x in blocks of its last dimension; with the error of a sum in fp32."""
+    """Returns the dequantized blocks of x along its last dimension, with the error of a sum in fp32."""
     value = q.quantize(x.float(), mode, dtype).dequantize().double()
     return Matrix(value, value.abs() * 2**-20)
 
 
 class Expected:
-    """Products of a layer, of whole matrices."""
+    """Products of a layer, on whole matrices."""
 
     def __init__(self, scaling, dim, ranks, backward_dtype=None):
         self.of_rows, self.of_weights = MODES[scaling]
@@ -39,14 +39,15 @@ class Expected:
         self.backward_dtype = backward_dtype or E4M3
 
     def columns(self, x, dtype):
-        """Of the transposed rows: `dim` slowest, each rank's filled up to blocks."""
+        """Returns the quantized transpose of the rows: `dim` varies slowest, and each rank's rows are padded to
+        blocks."""
         rows = (x if self.dim is None else x.movedim(self.dim, 0)).flatten(0, -2)
         parts = rows.chunk(1 if self.dim is None else self.ranks)
         filled = [F.pad(one, (0, 0, 0, -one.size(0) % self.block)) for one in parts]
         return values(torch.cat(filled).t().contiguous(), dtype, self.of_rows)
 
     def sum_of_parts(self, x, weight, parts, dtype):
-        """x weight, of features in `parts`, in each of which blocks begin anew."""
+        """Returns x weight, with the features split into `parts`; blocks start at the beginning of each part."""
         total = None
         for one, w in zip(x.split(parts, -1), weight.split(parts), strict=True):
             part = values(one, dtype, self.of_rows).flat() @ values(w.t().contiguous(), E4M3, self.of_weights).t()
@@ -54,7 +55,8 @@ class Expected:
         return total
 
     def __call__(self, x, weights, bias, grad, parts):
-        """Output, gradient of x and of weight. parts: outputs of each weight, on each rank one after the other."""
+        """Returns the output and the gradients of x and weight. parts: outputs of each weight, on each rank one
+        after the other."""
         weight = torch.cat(weights)
         rows = values(x, E4M3, self.of_rows).flat()
         products = [rows @ values(w, E4M3, self.of_weights).t() for w in weights]
@@ -66,14 +68,15 @@ class Expected:
 
 
 def check(got, want, like, cut):
-    """Each element of `got` is this rank's part of `want`, in the shape of `like`, but for the error of sums."""
+    """Checks that `got` is this rank's part of `want`, in the shape of `like`, within the error of the sums."""
     value, most = (cut(t.reshape(like.shape)) for t in (want.value, want.error))
     excess = (got.double() - value).abs() - most - 2**-22 * value.abs()
     assert excess.max().item() <= 1e-12 * value.abs().max().item()
 
 
 def uneven(data, *shape):
-    """Magnitudes that differ from row to row and from column to column: a scale at a wrong block is seen."""
+    """Returns magnitudes that differ from row to row and from column to column, so that a misplaced scale is
+    detected."""
     x = data(*shape)
     for dim in (-1, -2) if len(shape) > 1 else ():
         sizes = [n if i == dim % len(shape) else 1 for i, n in enumerate(shape)]
@@ -136,7 +139,7 @@ def test_column(problem, seed, size, features, bias, keep, scaling, sequence_par
 @pytest.mark.parametrize("backward_dtype", [None, E5M2])
 @EACH
 def test_row(problem, seed, size, bias, backward_dtype, scaling, sequence_parallel, rows, dim):
-    inputs, outputs = 160, 96  # of a rank; of all
+    inputs, outputs = 160, 96  # of a rank; of all ranks
     data = problem(seed, torch.float32)
     whole = linear(data, inputs * size, outputs, bias)
     x, grad = uneven(data, *rows, inputs * size), uneven(data, *rows, outputs)

@@ -1,4 +1,4 @@
-"""Layers of no tokens, whatever the strides of their input: empty results, gradients of weights that are 0."""
+"""Layers of no tokens, with any strides of their input: empty results, and gradients of weights that are 0."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def layers(comm: to.TorchComm, recipes: tuple[str | None, ...], algorithms: tupl
 
 @pytest.mark.parametrize("recipe", [None, "current", "delayed", "mxfp8", "block"])
 def test_no_tokens_by_every_algorithm(recipe: str | None) -> None:
-    algorithms = ("auto", "sequential", "chunked", "ring", "bulk", *(("direct",) if recipe is None else ()))
+    algorithms = ("auto", "sequential", "pipelined", "p2p", "bulk", *(("low_latency",) if recipe is None else ()))
     run_ranks(layers, 2, (recipe,), algorithms, backend="local")

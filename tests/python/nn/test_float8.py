@@ -13,15 +13,15 @@ from torch_overlap.testing import run_ranks
 pytestmark = pytest.mark.timeout(300)
 SIZES = [1, 2, 3]
 SCALINGS = ["current", "delayed", "mxfp8", "block"]
-# Of activations and of weights.
+# Scaling modes of activations and of weights.
 MODES = {"current": (Mode.CURRENT_TENSOR_SCALING,) * 2, "delayed": (Mode.CURRENT_TENSOR_SCALING,) * 2,
          "mxfp8": (Mode.MXFP8_1D_SCALING,) * 2, "block": (Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING)}  # fmt: skip
-ALGORITHMS = ["auto", "sequential", "chunked", "ring", "bulk"]
+ALGORITHMS = ["auto", "sequential", "pipelined", "p2p", "bulk"]
 LAYOUTS = [(True, (24, 2), 0), (True, (2, 24), 1), (True, (6, 3), 0), (False, (4, 8), 0), (False, (18,), 0)]
 
 
 def layer_in_fp64(x, weight, bias, grad):
-    """Output, gradient of x and of weight, each as `forms`; gradient of bias."""
+    """Returns the output and the gradients of x and weight, each as `forms`, and the gradient of the bias."""
     x, grad = x.flatten(0, -2), grad.flatten(0, -2)
     found = []
     for a, w, g in zip(forms(x, E4M3), forms(weight, E4M3), forms(grad, E5M2), strict=True):
@@ -31,7 +31,7 @@ def layer_in_fp64(x, weight, bias, grad):
 
 
 def within(got, want, shape, cut, rounding=2**-22):
-    """Each element of `got` within the error of `want` and the rounding of the result."""
+    """Checks that each element of `got` is within the error of `want` and the rounding of the result."""
     value, most = (cut(t.reshape(shape)) for t in (want.value, want.error))
     excess = (got.double() - value).abs() - most - rounding * value.abs()
     assert excess.max().item() <= 1e-12 * value.abs().max().item()
@@ -50,7 +50,8 @@ def check(got, problem, cuts, rounding):
 
 
 def steps(layer, run, scaling):
-    """The results of `run` by each algorithm, if delayed with the scales of the step before but for the first."""
+    """Yields the results of `run` by each algorithm; with delayed scaling all but the first use the previous step's
+    scales."""
     for algorithm in ALGORITHMS:
         layer.algorithm = algorithm
         layer.zero_grad()
@@ -73,7 +74,7 @@ def test_column(problem, seed, size, scaling, features, bias, sequence_parallel,
     whole_bias = torch.cat([m.bias.detach() for m in linears]).double() if bias else None
 
     def own(dim):
-        """This rank's part of each layer's features."""
+        """Returns this rank's part of each layer's features."""
         return lambda comm, t: torch.cat([part(one, dim, comm) for one in t.split(features, dim)], dim)
 
     def rank(comm):
@@ -97,7 +98,8 @@ def test_column(problem, seed, size, scaling, features, bias, sequence_parallel,
 
 
 def roundings(rows):
-    """Of output and gradients: that of the weight is bfloat16 where the rows are no multiple of 16."""
+    """Returns the roundings of output and gradients: the weight's is bfloat16 if the number of rows is no multiple
+    of 16."""
     return 2**-22, 2**-22, 2**-22 if torch.Size(rows).numel() % 16 == 0 else 2**-7
 
 
@@ -176,7 +178,7 @@ def test_autocast_keeps_master_weights(problem, seed, sequence_parallel, scaling
         for tensor in (mine, *column.parameters(), *row.parameters()):
             assert tensor.grad.dtype == torch.float32
         want = value(x) @ value(up.weight.detach(), of_weights=True).t() + up.bias.detach()
-        # Once the result is rounded, and before that the bias, of which little may be left in the sum.
+        # The result is rounded once. The bias is rounded before, and may nearly cancel in the sum.
         unit = torch.finfo(dtype).eps
         loss = unit * (1 + up.bias.detach().abs().max().item())
         torch.testing.assert_close(first.detach().double(), part(want, -1, comm), rtol=unit, atol=loss)
@@ -211,10 +213,11 @@ def test_only_the_gradients_that_are_asked_are_computed(problem, seed, scaling):
     ("sequence_parallel", "activation"), [(True, "gelu_tanh"), (True, "swiglu"), (False, "swiglu")]
 )
 def test_training_steps_follow_those_in_fp64(seed, size, scaling, sequence_parallel, activation):
-    """Roundings are relative errors of at most 2^-4 (e4m3) and 2^-3 (e5m2), evenly spread: 2^-4 / sqrt(3) = 0.036 and
-    0.072 in the mean square. A product of two rounded matrices has 0.051 then, one with a rounded gradient 0.081; four
-    of each in a row have 0.19, of which a step of the weights shows little. Delayed scales are those of the steps
-    before, whose largest values may be smaller: a margin keeps what is larger now from being cut off.
+    """Rounding has relative errors of at most 2^-4 (e4m3) and 2^-3 (e5m2), evenly spread: 2^-4 / sqrt(3) = 0.036 and
+    0.072 in the mean square. A product of two rounded matrices has 0.051 then, one with a rounded gradient 0.081;
+    four of each in a row have 0.19, which hardly affects a step of the weights. Delayed scales are those of the
+    previous steps, whose largest values may be smaller: a margin prevents the saturation of values that are larger
+    now.
     """
     recipe = tnn.Float8Recipe(scaling, margin=1 if scaling == "delayed" else 0)
 
@@ -286,7 +289,7 @@ ERRORS = {
         lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=RECIPE)(torch.ones(32)),
     r"ColumnParallelLinear: expected x .* and weight .* got shapes \[2, 16\] and \[\d+, 32\]. Check the layer before":
         lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=RECIPE)(torch.ones(2, 16)),
-    r"ColumnParallelLinear: expected algorithm to be one of auto, sequential, chunked, ring, bulk, got 'none'":
+    r"ColumnParallelLinear: expected algorithm to be one of auto, sequential, pipelined, p2p, bulk, got 'none'":
         lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=RECIPE, algorithm="none"),
     r"RowParallelLinear: expected dimension 0 divisible by the group size 2, got 3; pad it":
         lambda c: tnn.RowParallelLinear(32, 32, c, fp8=RECIPE)(torch.ones(3, 16)),
@@ -338,7 +341,7 @@ def test_require_fused_refuses_a_fallback(sequence_parallel):
         else:
             refuses(column, 4, "it hides no transfer")
         refuses(row, 4, "it hides no transfer")
-        for algorithm, rows in (("chunked", 4), ("ring", 4), ("auto", 2048)):
+        for algorithm, rows in (("pipelined", 4), ("p2p", 4), ("auto", 2048)):
             column, row = layers(comm, algorithm)
             column(torch.ones(rows, 32))
             row(torch.ones(rows, 16))

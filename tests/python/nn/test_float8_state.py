@@ -34,7 +34,7 @@ def test_scales_follow_the_last_steps_of_all_ranks(problem, seed, size, margin):
                 mine = part(x, 0, comm)
                 y = layer(mine)
                 with torch.no_grad():
-                    layer(mine * 1000)  # of no step
+                    layer(mine * 1000)  # outside of a step
                 if history:
                     x_scale, w_scale, _ = scales
                     want = rounded(x, E4M3, x_scale) @ rounded(weight, E4M3, w_scale).t()

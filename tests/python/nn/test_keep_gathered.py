@@ -21,7 +21,7 @@ def noted(comm, names):
 
 
 def step(layer, x, used):
-    """Outputs, and the gradients of their loss over `used`."""
+    """Returns the outputs, and the gradients of their loss over `used`."""
     layer.zero_grad()
     leaf = x.clone().requires_grad_()
     outputs = layer(leaf)
@@ -30,7 +30,7 @@ def step(layer, x, used):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "auto"])
+@pytest.mark.parametrize("algorithm", ["sequential", "pipelined", "auto"])
 @pytest.mark.parametrize("fp8", FP8)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_values_and_gradients_are_the_same(seed, size, algorithm, fp8, dim):
@@ -58,7 +58,7 @@ def test_values_and_gradients_are_the_same(seed, size, algorithm, fp8, dim):
 
 
 class Drop(torch.autograd.Function):
-    """Passes a value on, and no gradient back."""
+    """The identity, without a gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -101,7 +101,8 @@ def test_one_gather_less(seed, fp8):
 
 @pytest.mark.parametrize("scaling", ["mxfp8", "block"])
 def test_columns_of_blocks_are_gathered_forward(seed, scaling):
-    """Data and scales of the rows, and of the columns: in forward where they are kept, else half of them backward."""
+    """Gathers data and scales of the rows, and of the columns: in forward if they are kept, otherwise half of them
+    in backward."""
 
     def rank(comm):
         names = []

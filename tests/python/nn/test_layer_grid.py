@@ -1,6 +1,6 @@
-"""Transformer Engine's grid of layers at reduced shapes: overlapped, beside the same layer without overlap.
+"""Transformer Engine's grid of layers at reduced shapes: overlapped, compared with the same layer without overlap.
 
-Its layers, from one linear to two transformer layers, by the recipes of 8-bit floats, with the backward pass of a
+Its layers, from one linear to two transformer layers, with the recipes of 8-bit floats, with the backward pass of a
 column-parallel layer overlapped in bulk or as product + reduce-scatter, in pieces or through shared memory.
 """
 
@@ -19,13 +19,13 @@ FEATURES, HEADS, HIDDEN, SEQUENCE, BATCH = 192, 6, 384, 48, 2
 
 
 def normed(comm, layer):
-    """Behind a norm of this rank's rows, whose gradient is partial."""
+    """Returns the layer after a norm of this rank's rows, whose gradient is partial."""
     norm = nn.LayerNorm(FEATURES, dtype=next(layer.parameters()).dtype)
     tnn.mark_replicated(norm, comm)
     return nn.Sequential(norm, layer)
 
 
-# The gradient of a key's bias is 0 but for roundings: attention has none.
+# The gradient of a key's bias is 0 except for rounding: attention does not have one.
 LAYERS = {
     "row": lambda comm, **o: tnn.RowParallelLinear(HIDDEN, FEATURES, comm, **o),
     "column": lambda comm, **o: tnn.ColumnParallelLinear(FEATURES, HIDDEN, comm, **o),
@@ -50,11 +50,11 @@ def step(module, x, factor):
 
 
 def close(name, got, want, dtype, fp8):
-    """All elements, in parts of their mean square.
+    """Compares all elements, relative to their mean square.
 
-    float32: sums in another order; with 8-bit floats some of them turn a value near the middle of two to the other: one
-    term of a product by 2^-4. bfloat16: results, and the terms of a sum over ranks, are rounded to 2^-9, which turns
-    one in sixteen 8-bit values.
+    float32: sums in another order; with 8-bit floats some of them round a value near the middle of two to the other:
+    one term of a product by 2^-4. bfloat16: results, and the terms of a sum over ranks, are rounded to 2^-9, which
+    changes one in sixteen 8-bit values.
     """
     size = want.double().square().mean().sqrt()
     error = (got.double() - want.double()).abs() / size
@@ -71,7 +71,7 @@ def compare(comm, seed, name, scaling, dtype):
     torch.manual_seed(seed)
     plain = LAYERS[name](comm, algorithm="sequential", **options)
     overlapped = {algorithm: LAYERS[name](comm, algorithm=algorithm, **options)
-                  for algorithm in ("bulk", "ring", "chunked")}  # fmt: skip
+                  for algorithm in ("bulk", "p2p", "pipelined")}  # fmt: skip
     for module in overlapped.values():
         module.load_state_dict(plain.state_dict())
     generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 SIZES = [1, 2, 3, 4]
-ALGORITHMS = ["sequential", "chunked", "auto"]
+ALGORITHMS = ["sequential", "pipelined", "auto"]
 
 
 def part(tensor, dim, comm):
@@ -22,7 +22,7 @@ def close(got, want):
 
 
 def whole_gradients(linears, x, factors):
-    """Outputs of the whole layers, and what their loss leaves in x.grad and the layers."""
+    """Returns the outputs of the whole layers; their loss leaves its gradients in x.grad and in the layers."""
     x = x.clone().requires_grad_()
     outputs = [linear(x) for linear in linears]
     sum((f * y * y).sum() for f, y in zip(factors, outputs, strict=True)).backward()
@@ -173,10 +173,10 @@ def test_autocast(problem, seed, size, sequence_parallel):
 
 def test_the_description_says_what_the_layer_is():
     def rank(comm):
-        column = ColumnParallelLinear(4, [2, 6], comm, algorithm="chunked")
+        column = ColumnParallelLinear(4, [2, 6], comm, algorithm="pipelined")
         assert repr(column) == (
             "ColumnParallelLinear(in_features=4, out_features=[2, 6], bias=True, gather_output=False, ranks=2, "
-            "sequence_parallel=True, algorithm=chunked)"
+            "sequence_parallel=True, algorithm=pipelined)"
         )
         row = RowParallelLinear(4, 3, comm, bias=False, sequence_parallel=False)
         assert repr(row) == (
@@ -191,7 +191,7 @@ def test_the_description_says_what_the_layer_is():
 
 
 def with_transposed(layer, name, x):
-    """A layer of which somebody has put one weight in as [in_features, out_features]."""
+    """Returns a layer one of whose weights was replaced by one of [in_features, out_features]."""
     setattr(layer, name, nn.Parameter(getattr(layer, name).detach().t().contiguous()))
     return layer(x)
 
@@ -215,9 +215,9 @@ ERRORS = {
         lambda c: RowParallelLinear(4, 2, c, sequence_parallel=False)(torch.ones(4, 3)),
     r"matmul_reduce_scatter: expected .* divisible by the group size 2, got 3":
         lambda c: RowParallelLinear(4, 2, c)(torch.ones(3, 2)),
-    r"ColumnParallelLinear: expected algorithm to be one of auto, sequential, .*ring.*, got 'fsat'":
+    r"ColumnParallelLinear: expected algorithm to be one of auto, sequential, .*p2p.*, got 'fsat'":
         lambda c: ColumnParallelLinear(4, 2, c, algorithm="fsat"),
-    r"RowParallelLinear: expected algorithm to be one of auto, sequential, .*ring.*, got 'none'":
+    r"RowParallelLinear: expected algorithm to be one of auto, sequential, .*p2p.*, got 'none'":
         lambda c: RowParallelLinear(4, 2, c, algorithm="none"),
     r"from_linear: expected linears of the same in_features, all with a bias or none, got":
         lambda c: ColumnParallelLinear.from_linear([nn.Linear(4, 2), nn.Linear(4, 2, bias=False)], c),
@@ -278,7 +278,7 @@ def test_require_fused_refuses_a_fallback(problem, seed, sequence_parallel):
                 name = type(layer).__name__
                 with pytest.raises(to.UnsupportedError, match=rf"^{name}: expected an overlapped {op} .*{reason}"):
                     layer(torch.ones(4, width))
-        for layer in layers(comm, "chunked"):
+        for layer in layers(comm, "pipelined"):
             layer(torch.ones(4, 4))
         for layer in layers(comm, "auto"):
             layer(torch.ones(2048, 4))
@@ -295,7 +295,7 @@ def test_require_fused_refuses_a_fallback(problem, seed, sequence_parallel):
 
 
 def drawn(rank, size, store, seed, pieces):
-    """Whole weights of layers made after one seed, and the random number that follows."""
+    """Returns the whole weights of layers made after one seed, and the random number that follows."""
     from torch_overlap.nn import _initialize
 
     comm = to.new_comm("gloo", torch.device("cpu"), name="draw", store=store, rank=rank, size=size)

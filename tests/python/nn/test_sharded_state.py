@@ -1,4 +1,4 @@
-"""State dicts of DTensors: what torch.distributed.checkpoint saves on some ranks, it loads on others."""
+"""State dicts of DTensors: torch.distributed.checkpoint saves them on some ranks and loads them on others."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def load_layers(rank, size, store, seed, folder, saved):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_checkpoint_of_two_ranks_loads_on_any_number(tmp_path, seed, size):
-    """Also where several projections lie in one layer: each is split for itself, under a key of its own."""
+    """Each of several projections in one layer is split by itself, under a key of its own."""
     saved, other = run_ranks(save_layers, 2, seed, str(tmp_path), comm=False)
     assert all(torch.equal(saved[name], other[name]) for name in saved)
     assert saved["columns.weight1"].shape == (64, 16)
@@ -123,7 +123,7 @@ def load_llama(rank, size, store, seed, folder):
 
 
 def test_a_plan_saves_the_whole_model_and_loads_on_other_ranks(tmp_path, seed):
-    """Heads and features of 2 and of 1 rank, and the model of one process, without DTensors."""
+    """Heads and features of 2 ranks and of 1, and the model of one process, without DTensors."""
     folder = str(tmp_path)
     run_ranks(save_llama, 2, seed, folder, comm=False)
     run_ranks(load_llama, 1, seed, folder, comm=False)
@@ -136,7 +136,7 @@ def test_a_plan_saves_the_whole_model_and_loads_on_other_ranks(tmp_path, seed):
 
 
 def over_communicators(rank, size, store, seed, folder):
-    """Meshes of communicators: torch_overlap.device_mesh."""
+    """Uses meshes of communicators: torch_overlap.device_mesh."""
     world = to.new_comm("gloo", "cpu", "world", store=store, rank=rank, size=size)
     tp = world.split([0, 1] if rank < 2 else [2, 3], "tp")
     dp = world.split([rank % 2, rank % 2 + 2], "dp")
@@ -185,7 +185,7 @@ def with_fsdp(rank, size, store, seed, dp, folder, saves):
 
 
 def train(model, optimizer, steps, seed):
-    """Steps whose gradients are the same for any number of ranks."""
+    """Runs steps whose gradients are the same for any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         x = torch.randn(4, 2, 8, generator=generator, dtype=torch.float64)
@@ -249,7 +249,7 @@ def resumed(rank, size, store, seed, dp, folder, saved=None):
 
 @pytest.mark.parametrize(("first", "then"), [((2, 1), (3, 1)), ((2, 1), (1, 1)), ((4, 2), (2, 1)), ((2, 1), (4, 2))])
 def test_training_goes_on_with_other_ranks(tmp_path, seed, first, then):
-    """(ranks, dp): the optimizer's state too, and its groups; the steps after it are those of the first ranks."""
+    """(ranks, dp): includes the optimizer's state and its groups; the steps after it equal those of the first ranks."""
     saved = run_ranks(resumed, first[0], seed, first[1], str(tmp_path), comm=False)[0]
     assert saved[0]["1.up.weight1.exp_avg"].shape == (18, 8)
     run_ranks(resumed, then[0], seed, then[1], str(tmp_path), saved, comm=False)
@@ -263,7 +263,7 @@ def make_whole(seed):
 
 @pytest.mark.parametrize(("ranks", "dp"), [(4, 2), (2, 2), (2, 1), (4, 4), (3, 1)])
 def test_with_fsdp_over_another_dimension(tmp_path, seed, ranks, dp):
-    """Saved by 2 x 2 ranks. fully_shard cuts a rank's part of the weights, along the same dimension or another."""
+    """Saved by 2 x 2 ranks. fully_shard splits a rank's part of the weights, along the same dimension or another."""
     run_ranks(with_fsdp, 4, seed, 2, str(tmp_path), True, comm=False)
     run_ranks(with_fsdp, ranks, seed, dp, str(tmp_path), False, comm=False)
 

@@ -24,7 +24,7 @@ def make(comm, **options):
 
 
 def randomized(module, comm, seed):
-    """Shards that differ between the ranks; what every rank holds in full is the same."""
+    """Returns shards that differ between the ranks; tensors that every rank holds in full are the same."""
     split = tnn.split_parameters(module)
     generators = [torch.Generator().manual_seed(seed + offset) for offset in (0, 1 + comm.get_rank())]
     with torch.no_grad():
@@ -44,7 +44,7 @@ def save(comm, seed):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_checkpoint_of_two_ranks_loads_on_any_number(seed, size):
-    """Saved by two ranks, loaded by `size`, and saved again by those: the same."""
+    """A state dict is saved by two ranks, loaded by `size`, and saved again by those: it is the same."""
     saved = run_ranks(save, 2, seed, backend="local")
     assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0])
     state = saved[0]
@@ -189,7 +189,7 @@ def test_mark_replicated_leaves_parallel_layers_alone():
 
 def check_copies(comm):
     layer = tnn.ColumnParallelLinear(4, 4, comm)
-    assert copy.deepcopy(layer).comm == comm  # which is shared
+    assert copy.deepcopy(layer).comm == comm  # the communicator is shared
     for value in (comm, layer):
         with pytest.raises(
             TypeError, match=rf"^pickle: expected .*, got the communicator '{comm.get_name()}'; make one"

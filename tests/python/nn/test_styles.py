@@ -1,4 +1,4 @@
-"""Plans for parallelize_module: models of plain torch against themselves, whole, in fp64."""
+"""Plans for parallelize_module: models of plain torch compared with themselves, unsharded, in fp64."""
 
 import copy
 import functools
@@ -33,7 +33,7 @@ def close(got, want):
 
 
 def train_both(model, whole, tokens, targets, run=lambda model: model):
-    """The loss of both, whose gradients are left in their parameters."""
+    """Computes the losses of both models, which must be close, and leaves the gradients in their parameters."""
     losses = []
     for one in (run(model), whole):
         logits = one(tokens)
@@ -56,7 +56,7 @@ def compare_gradients(model, whole, comm):
 
 def titan(rank, size, store, seed, sequence_parallel, kv_heads, bias, algorithm):
     mesh = start(rank, size, store)
-    torch.manual_seed(seed + rank)  # the plan takes rank 0's values; what is not in it must be equal already
+    torch.manual_seed(seed + rank)  # the plan uses rank 0's values; parameters outside of it must already be equal
     model = Llama(kv_heads, bias).double()
     state = model.state_dict()
     dist.broadcast_object_list(received := [state], src=0)
@@ -81,22 +81,22 @@ def titan(rank, size, store, seed, sequence_parallel, kv_heads, bias, algorithm)
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("kv_heads", "bias", "algorithm"), [(6, False, "auto"), (6, True, "chunked")])
+@pytest.mark.parametrize(("kv_heads", "bias", "algorithm"), [(6, False, "auto"), (6, True, "pipelined")])
 def test_a_plan_takes_a_model_as_it_is(seed, size, sequence_parallel, kv_heads, bias, algorithm):
     run_ranks(titan, size, seed, sequence_parallel, kv_heads, bias, algorithm, comm=False, timeout=120)
 
 
 def test_grouped_query_heads_on_two_ranks_and_one(seed):
-    run_ranks(titan, 2, seed, True, 2, False, "chunked", comm=False, timeout=120)
-    run_ranks(titan, 1, seed, True, 2, False, "chunked", comm=False, timeout=120)
+    run_ranks(titan, 2, seed, True, 2, False, "pipelined", comm=False, timeout=120)
+    run_ranks(titan, 1, seed, True, 2, False, "pipelined", comm=False, timeout=120)
 
 
 def recomputed(rank, size, store, seed):
-    """A copy of the parallel model, whose blocks are computed again in the backward pass."""
+    """A copy of the parallel model, whose blocks are recomputed in the backward pass."""
     mesh = start(rank, size, store)
     torch.manual_seed(seed)
     whole = Llama().double()
-    model = copy.deepcopy(parallelize_module(copy.deepcopy(whole), mesh, plan(True, "chunked")))
+    model = copy.deepcopy(parallelize_module(copy.deepcopy(whole), mesh, plan(True, "pipelined")))
     for block in model.layers.values():
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
@@ -124,10 +124,10 @@ def counted(rank, size, store, sequence_parallel):
 
 
 def test_linears_that_share_their_input_share_one_transfer():
-    # Forward two gathers and two sums a block; the head gathers its input and the logits. Backward two gathers, two
-    # sums and two gathers that are repeated a block; a gather and a sum of the head; the embedding's gradient.
+    # Forward: two gathers and two sums per block; the head gathers its input and the logits. Backward: two gathers, two
+    # sums and two repeated gathers per block; a gather and a sum of the head; the embedding's gradient.
     assert run_ranks(counted, 2, True, comm=False) == [(2 * 4 + 2, 2 * 6 + 2 + 1)] * 2
-    # Forward two sums a block, and the logits. Backward two sums a block, and one of the head.
+    # Forward: two sums per block, and the logits. Backward: two sums per block, and one of the head.
     assert run_ranks(counted, 2, False, comm=False) == [(2 * 2 + 1, 2 * 2 + 1)] * 2
 
 
@@ -146,7 +146,7 @@ def hugging_face(rank, size, store, seed, sequence_parallel):
     whole = LlamaForCausalLM(config).double()
     model = LlamaForCausalLM(config).double()
     model.load_state_dict(whole.state_dict())
-    options = {"sequence_parallel": sequence_parallel, "algorithm": "chunked"}
+    options = {"sequence_parallel": sequence_parallel, "algorithm": "pipelined"}
     styles = {
         "model.layers.*.self_attn": SharedGather("q_proj", "k_proj", "v_proj", **options),
         "model.layers.*.self_attn.o_proj": RowParallel(**options),
@@ -178,7 +178,7 @@ def compiled(rank, size, store, seed, sequence_parallel, backend):
     torch.manual_seed(seed)
     model, whole = Llama(layers=1), Llama(layers=1)
     whole.load_state_dict(model.state_dict())
-    model, whole = parallelize_module(model, mesh, plan(sequence_parallel, "chunked", fused=True)), whole.double()
+    model, whole = parallelize_module(model, mesh, plan(sequence_parallel, "pipelined", fused=True)), whole.double()
     run = torch.compile(model, backend=backend, fullgraph=True)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(2):
@@ -224,7 +224,7 @@ def errors(rank, size, store):
     refuses(ValueError, r"^SharedGather: expected its linears to get the module's first argument unchanged, got",
             lambda: attention.wq(torch.ones(1, 2, DIM)))  # fmt: skip
     with torch.no_grad():
-        assert attention(torch.ones(1, 2, DIM), torch.ones(4, HEAD_DIM)).shape == (1, 2, DIM)  # and goes on
+        assert attention(torch.ones(1, 2, DIM), torch.ones(4, HEAD_DIM)).shape == (1, 2, DIM)  # and still works
     fused = parallelize_module(Llama(), mesh, plan(True, fused=True)).layers["0"].feed_forward
     refuses(to.UnsupportedError, r"^ColumnParallelLinear: expected an overlapped all_gather_matmul \(require_fused",
             lambda: fused(torch.ones(1, 2, DIM)))  # fmt: skip

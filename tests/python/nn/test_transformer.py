@@ -1,4 +1,4 @@
-"""MLP, attention and block against the same in plain torch, whole, in fp64."""
+"""MLP, attention and block, compared with the same in plain torch, unsharded, in fp64."""
 
 import functools
 
@@ -34,7 +34,7 @@ def mlp(state, x, activation, prefix=""):
 
 
 def attention(state, x, *, heads, kv_heads, causal, dim, rotate=None, prefix=""):
-    """By the formula, head by head."""
+    """Computes attention by the formula, head by head."""
     q, k, v = (linear(state, x, f"{prefix}qkv", i).unflatten(-1, (n, -1)) for i, n in
                enumerate((heads, kv_heads, kv_heads)))  # fmt: skip
     if rotate is not None:
@@ -63,7 +63,7 @@ def block(state, x, *, norm, activation, **options):
 
 
 def randomize(module, seed):
-    """Random parameters, the same model for any number of ranks."""
+    """Sets random parameters, the same model for any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     state = tnn.full_state_dict(module)
     tnn.load_full_state_dict(
@@ -109,7 +109,7 @@ def test_mlp(problem, seed, size, activation, sequence_parallel, dim, bias):
 
 
 def scaled_by_position(dim):
-    """A stand-in for a rotary embedding: needs the whole sequence at the right place."""
+    """A stand-in for a rotary embedding: it needs the whole sequence, in order."""
 
     def rotate(t):
         shape = [1] * t.dim()
@@ -153,7 +153,7 @@ def test_block(problem, seed, size, norm, activation, bias, sequence_parallel, d
 def compiled(comm, seed, sequence_parallel, autocast):
     torch._dynamo.reset()
     module = tnn.ParallelTransformerBlock(FEATURES, HEADS, HIDDEN, comm, activation="swiglu", kv_heads=4,
-                                          sequence_parallel=sequence_parallel, algorithm="chunked",
+                                          sequence_parallel=sequence_parallel, algorithm="pipelined",
                                           require_fused=True)  # fmt: skip
     randomize(module, seed)
     run = torch.compile(module, backend="aot_eager", fullgraph=True)

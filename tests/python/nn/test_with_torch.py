@@ -1,4 +1,4 @@
-"""The layers beside what torch trains with: DDP and FSDP2 over another axis."""
+"""The layers combined with torch's data parallelism: DDP and FSDP2 over another axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, FEATURES, HIDDEN = 4, 8, 16
 
 
 def start(rank, size, store, shape):
-    """A mesh of torch, and the communicator of its axis "tp"."""
+    """Returns a mesh of torch, and the communicator of its axis "tp"."""
     limit = timedelta(seconds=60)
     dist.init_process_group("torch_overlap", store=dist.PrefixStore("pg", store), rank=rank, world_size=size,
                             timeout=limit)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the tests of the fused products share: data, references, and where each algorithm runs."""
+"""Helpers of the tests of the fused products: data, references, and the backend of each algorithm."""
 
 import itertools
 
@@ -35,11 +35,11 @@ def check(got, want):
 
 
 def on_ranks(rank, size, algorithm, *args):
-    """run_ranks(rank, size, algorithm, *args) on ranks that can run `algorithm`.
+    """Runs run_ranks(rank, size, algorithm, *args) on ranks that can run `algorithm`.
 
-    ring, bulk and direct need shared memory, which processes on one host have; threads do for the others.
+    p2p, bulk and low_latency need shared memory, which processes on one host have; threads suffice for the others.
     """
-    backend = "gloo" if algorithm in ("ring", "bulk", "direct") else "local"
+    backend = "gloo" if algorithm in ("p2p", "bulk", "low_latency") else "local"
     return run_ranks(rank, size, algorithm, *args, backend=backend)
 
 
@@ -48,7 +48,7 @@ def joined(lists):
 
 
 def second_order(outputs, leaves, loss_weights, directions):
-    """First gradients, and the gradients of their product with `directions`."""
+    """Returns the first gradients, and the gradients of their product with `directions`."""
     loss = sum((w * y * y).sum() for w, y in zip(loss_weights, outputs, strict=True))
     first = torch.autograd.grad(loss, leaves, create_graph=True)
     again = sum((g * d).sum() for g, d in zip(first, directions, strict=True))
@@ -58,8 +58,8 @@ def second_order(outputs, leaves, loss_weights, directions):
 class GradientProblem:
     """The sum of all ranks' losses, quadratic in their outputs, and its gradients of first and second order.
 
-    leaves: by rank; reference: all ranks' leaves -> all ranks' outputs, in plain torch. Values are detached: the parts
-    travel to the ranks.
+    leaves: by rank; reference: all ranks' leaves -> all ranks' outputs, in plain torch. Values are detached: the
+    parts are sent to the ranks.
     """
 
     def __init__(self, data, leaves, reference):
@@ -89,7 +89,7 @@ def check_gradients(part, sharded):
     for got, want in zip(outputs, part["outputs"], strict=True):
         check(got.detach(), want)
     loss = sum((w * y * y).sum() for w, y in zip(part["loss_weights"], outputs, strict=True))
-    # Once with the overlapped backward pass, once with the one that can be differentiated again.
+    # Once with the overlapped backward pass, once with the one that is differentiable.
     for got, want in zip(torch.autograd.grad(loss, leaves), part["first"], strict=True):
         check(got, want)
     first, second = second_order(sharded(leaves), leaves, part["loss_weights"], part["directions"])

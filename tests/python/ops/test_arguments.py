@@ -1,4 +1,4 @@
-"""Mistakes in the form of an argument: the functions say which, and what to write."""
+"""Arguments of the wrong form: the functions name the argument, and its correct form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The input of an `*_async` operator: it is the caller's again when the result has been waited for, and not before."""
+"""The input of an `*_async` operator belongs to the caller again once the result has been waited for, and not
+before."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def ring(size: int) -> list[tuple[int, int]]:
     return [(r, (r + 1) % size) for r in range(size)]
 
 
-# By name: the operator on x [2 * ranks, 4], and what it gives for all ranks' x.
+# By name: the operator on x [2 * ranks, 4], and its result from all ranks' x.
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[[list[Tensor], int], Tensor]]] = {
     "all_reduce_async": (ops.all_reduce_async, lambda xs, r: sum(xs)),
     "all_gather_async": (ops.all_gather_async, lambda xs, r: torch.cat(xs)),
@@ -54,13 +55,13 @@ def changed_early(comm: to.TorchComm, seed: int) -> None:
             x, me = xs[comm.get_rank()].clone(), comm.get_rank()
             comm.barrier(async_op=False)
             if me == 1:
-                time.sleep(0.02)  # the others issue, and change, before it has come
+                time.sleep(0.02)  # the others issue, and change their inputs, before it has issued
             y = issue(x, comm)
             change(x, way)
-            for _ in range(2):  # the result stays spoiled
+            for _ in range(2):  # the result stays invalid
                 with pytest.raises(to.StateError, match=CHANGED.format(name.split()[0])):
                     ops.wait_tensor(y.view(-1) if y.is_contiguous() else y)
-            fresh = xs[me].clone()  # all ranks still fit together
+            fresh = xs[me].clone()  # all ranks still match
             torch.testing.assert_close(ops.wait_tensor(issue(fresh, comm)), reference(xs, me))
             fresh.fill_(0)
 
@@ -78,8 +79,8 @@ def changed_late(comm: to.TorchComm, seed: int) -> None:
         y = issue(x, comm)
         ops.wait_tensor(y)
         x.fill_(-99.0)
-        torch.testing.assert_close(ops.wait_tensor(y), reference(xs, me), msg=name)  # another wait is none too early
-        # Two operators of one input; and a change of a result that nobody waits for.
+        torch.testing.assert_close(ops.wait_tensor(y), reference(xs, me), msg=name)  # a second wait is not too early
+        # Two operators of one input; and a change of a result that is not waited for.
         x = xs[me].clone()
         first, second = issue(x, comm), issue(x, comm)
         for result in (second, first):
@@ -94,7 +95,7 @@ def test_a_change_after_the_wait_is_none(seed: int) -> None:
 
 
 def changed_after_it_was_done(comm: to.TorchComm) -> None:
-    """Found also where the operation was done long before, and other results came in between."""
+    """The change is detected even if the operator was done long before, and other results were made in between."""
     x = torch.ones(4)
     y = ops.all_gather_async(x, comm)
     for _ in range(200):
@@ -102,7 +103,7 @@ def changed_after_it_was_done(comm: to.TorchComm) -> None:
     x.add_(1)
     with pytest.raises(to.StateError, match=CHANGED.format("all_gather_async")):
         ops.wait_tensor(y)
-    # Nothing is sent of nothing, and what a rank has no part in; the rule is the same.
+    # An operator without elements, or in which a rank has no part, sends nothing; the rule is the same.
     for issue in (lambda x: ops.all_gather_async(x, comm), lambda x: ops.permute_async(x, comm, [])):
         x = torch.empty(0, 3)
         y = issue(x)
@@ -132,7 +133,7 @@ def test_whether_it_raises_does_not_depend_on_when_the_operation_is_done() -> No
 
 
 def in_inference_mode(comm: to.TorchComm, seed: int) -> None:
-    """Nothing counts the changes of these: so the result does not see them."""
+    """These tensors have no version counter, so the result does not detect their changes."""
     me = comm.get_rank()
     with torch.inference_mode():
         for i, (name, (issue, reference)) in enumerate(CASES.items()):
@@ -172,7 +173,7 @@ def test_inputs_with_gradients(seed: int) -> None:
 
 
 def waited_by_threads(comm: to.TorchComm) -> None:
-    """Whoever has waited may change the input, while others still wait for the same result."""
+    """A caller that has waited may change the input, while others still wait for the same result."""
     for _ in range(20):
         x = torch.ones(1000)
         y = ops.all_reduce_async(x, comm)

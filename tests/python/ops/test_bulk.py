@@ -1,4 +1,4 @@
-"""A product beside a collective of something else, against both in fp64 on one rank."""
+"""A product concurrent with an independent collective, against both in fp64 on one rank."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from torch_overlap import InvalidTypeError, UnsupportedError, ops
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-FORCED = ["sequential", "chunked", "bulk"]
+FORCED = ["sequential", "pipelined", "bulk"]
 ALGORITHMS = [*FORCED, "auto"]
 COLLECTIVES = ["all_gather", "reduce_scatter"]
 
 
 def collected(others, collective, dim):
-    """The collective of all ranks' tensors, by rank."""
+    """Returns the result of the collective from all ranks' tensors, by rank."""
     if collective == "all_gather":
         return [torch.cat(others, dim)] * len(others)
     return list(torch.stack(others).sum(0).chunk(len(others), dim))
@@ -67,7 +67,7 @@ def integers_rank(comm, algorithm):
     assert torch.equal(gathered, torch.cat([torch.arange(6), torch.arange(6) + 10]))
     reduce = {"collective": "reduce_scatter", "algorithm": algorithm}
     if algorithm == "bulk":
-        with pytest.raises(UnsupportedError, match=r"for algorithm 'bulk', got torch\.int64; use 'chunked'"):
+        with pytest.raises(UnsupportedError, match=r"for algorithm 'bulk', got torch\.int64; use 'pipelined'"):
             ops.bulk_overlap_matmul(x, w, other, comm, **reduce)
         return
     _, part = ops.bulk_overlap_matmul(x, w, other, comm, **reduce)
@@ -160,7 +160,7 @@ def test_only_the_gradients_that_are_asked_are_computed(algorithm, collective, s
 def order_rank(comm):
     x, w, other = torch.randn(8, 5), torch.randn(4, 5), torch.randn(6)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        ops.bulk_overlap_matmul(x, w, other, comm, collective="all_gather", algorithm="chunked")
+        ops.bulk_overlap_matmul(x, w, other, comm, collective="all_gather", algorithm="pipelined")
     found = [e for e in profile.events() if e.name.startswith("torch_overlap::chunk")]
     found.sort(key=lambda e: e.time_range.start)
     assert [e.name for e in found] == [f"torch_overlap::chunk_{name}[0]" for name in ("comm", "gemm", "wait")]
@@ -193,7 +193,7 @@ def call(comm, x, w, other=None, bias=None, collective="reduce_scatter", **optio
 
 
 ERRORS = {
-    "algorithm to be one of auto sequential chunked bulk, got 'ring'": lambda c, x, w: call(c, x, w, algorithm="ring"),
+    "algorithm to be one of auto sequential pipelined bulk, got 'p2p'": lambda c, x, w: call(c, x, w, algorithm="p2p"),
     "collective to be one of all_gather reduce_scatter, got 'all_reduce'": (
         lambda c, x, w: call(c, x, w, collective="all_reduce")
     ),

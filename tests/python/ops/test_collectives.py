@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def inputs(size, shape, seed, dtype=torch.float32):
-    """All ranks' inputs; each rank makes them all, and uses its own."""
+    """Returns all ranks' inputs; each rank makes them all, and uses its own."""
     gen = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
         return [torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype) for _ in range(size)]
@@ -25,7 +25,7 @@ def inputs(size, shape, seed, dtype=torch.float32):
 
 
 def strided(x):
-    """The same values, in memory that is not contiguous."""
+    """Returns the same values in memory that is not contiguous."""
     return torch.stack([x, torch.full_like(x, 1)], dim=-1)[..., 0]
 
 
@@ -167,7 +167,7 @@ def test_broadcast_and_permute(size, seed):
         assert torch.equal(ops.permute(xs[me], comm, ring), xs[me - 1])
         assert torch.equal(ops.wait_tensor(ops.permute_async(xs[me], comm, ring)), xs[me - 1])
         assert torch.equal(ops.permute(xs[me], comm, [(r, r) for r in range(size)]), xs[me])
-        # Only rank 0 sends, only the last one receives.
+        # Only rank 0 sends, and only the last rank receives.
         want = xs[0] if me == size - 1 else torch.zeros(3, 2)
         assert torch.equal(ops.permute(xs[me], comm, [(0, size - 1)]), want)
         assert torch.equal(ops.permute(xs[me], comm, []), torch.zeros(3, 2))
@@ -232,7 +232,7 @@ def test_every_thread_that_waits_for_a_result_finds_it():
     def rank(comm):
         comm.barrier(async_op=False)
         if comm.get_rank() == 1:
-            time.sleep(0.3)  # the others wait before there is a result
+            time.sleep(0.3)  # the others wait before a result exists
         later = ops.all_reduce_async(torch.ones(1000), comm)
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda _: ops.wait_tensor(later).clone(), range(4)))

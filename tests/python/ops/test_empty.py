@@ -1,4 +1,4 @@
-"""Operands without elements: their strides say nothing, and nothing of them is refused."""
+"""Operands without elements: their strides do not matter, and are never rejected."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ STRIDED: dict[str, Callable[[int, int], Tensor]] = {
     "no strides": lambda r, c: torch.empty(0).as_strided((r, c), (0, 0)),
     "row stride": lambda r, c: torch.empty(max(r, 1), c + 3)[:r, :c],
 }
-MATMULS = ("auto", "sequential", "chunked", "ring", "direct", "bulk")
-EXCHANGES = ("auto", "sequential", "chunked", "ring")
+MATMULS = ("auto", "sequential", "pipelined", "p2p", "low_latency", "bulk")
+EXCHANGES = ("auto", "sequential", "pipelined", "p2p")
 OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., list[Tensor]]]] = {
     "all_gather_matmul": (
         MATMULS,
@@ -40,7 +40,7 @@ OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., list[Tensor]]]] = {
     ),
     "matmul_all_to_all": (EXCHANGES, lambda x, w, c, **o: ops.matmul_all_to_all(x, [w], c, **o)),
     "bulk_overlap_matmul": (
-        ("auto", "sequential", "chunked", "bulk"),
+        ("auto", "sequential", "pipelined", "bulk"),
         lambda x, w, c, **o: list(ops.bulk_overlap_matmul(x, w, x, c, collective="reduce_scatter", **o)),
     ),
 }
@@ -90,7 +90,7 @@ def test_no_features_by_every_algorithm() -> None:
 
 
 def overlapping(comm: to.TorchComm) -> None:
-    """Rows that lie on each other are copied, not refused."""
+    """Rows that overlap are copied, not refused."""
     x, w = torch.ones(1, K).expand(4, K), torch.arange(K, dtype=torch.float32).expand(N, K)
     for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         algorithms, run = OPERATORS[name]
@@ -120,7 +120,7 @@ def scaled(comm: to.TorchComm, mode: Mode) -> None:
             else torch.empty(0, dtype=E4M3).as_strided((0, 128), (0, 0))
         )
         assert data.shape == x.shape
-        for algorithm in ("auto", "sequential", "chunked", "ring"):
+        for algorithm in ("auto", "sequential", "pipelined", "p2p"):
             more: dict[str, Any] = {"algorithm": algorithm, "scaling_mode": mode}
             try:
                 (y,), rows, _ = ops.scaled_all_gather_matmul(x, scale, [weights[0]], [weights[1]], comm,

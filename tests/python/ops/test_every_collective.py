@@ -1,4 +1,4 @@
-"""Every collective operator, plain and in the background: compiled for any number of rows, and under vmap."""
+"""Every collective operator, synchronous and asynchronous: compiled for any number of rows, and under vmap."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ def halves(x):
     return [x.shape[0] // 2] * 2
 
 
-# On two ranks; `op` is the operator or its asynchronous form.
+# Calls for two ranks; `op` is the operator or its asynchronous form.
 CALLS: dict[str, Callable] = {
     "all_reduce": lambda op, x, comm: op(x, comm, "avg"),
     "all_gather": lambda op, x, comm: op(x, comm, -1),
@@ -30,7 +30,7 @@ CALLS: dict[str, Callable] = {
 
 
 def forms(name, comm):
-    """The plain and the asynchronous form, as functions of a tensor."""
+    """Returns the synchronous and the asynchronous form, as functions of a tensor."""
     call, plain, background = CALLS[name], getattr(ops, name), getattr(ops, f"{name}_async")
     return [lambda x: call(plain, x, comm), lambda x: ops.wait_tensor(call(background, x, comm))]
 
@@ -59,7 +59,7 @@ def test_compiles_whole_for_any_number_of_rows(name, seed):
 
 
 def splits_rank(comm, seed):
-    """Splits that are read from a tensor: known only when the graph runs."""
+    """Splits that are read from a tensor: they are known only when the graph runs."""
 
     def exchange(x, mine, theirs):
         out_splits, in_splits = theirs.tolist(), mine.tolist()

@@ -1,4 +1,4 @@
-"""Products beside an all-to-all, against the same in fp64 on one rank: values, gradients, autocast, errors."""
+"""Products overlapped with an all-to-all, against the same in fp64 on one rank: values, gradients, autocast, errors."""
 
 import random
 import time
@@ -12,17 +12,17 @@ from torch_overlap import _C, InvalidTypeError, explain, ops, tune
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-FORCED = ["sequential", "chunked", "ring"]
+FORCED = ["sequential", "pipelined", "p2p"]
 ALGORITHMS = [*FORCED, "auto"]
 
 
 def to_tokens(xs):
-    """all_to_all(x, 0, -1) of all ranks: [tokens, ..., k / size] -> [tokens / size, ..., k]."""
+    """Returns all_to_all(x, 0, -1) of all ranks: [tokens, ..., k / size] -> [tokens / size, ..., k]."""
     return [torch.cat([x.chunk(len(xs))[r] for x in xs], -1) for r in range(len(xs))]
 
 
 def to_heads(ys):
-    """Its inverse, all_to_all(y, -1, 0)."""
+    """Returns its inverse, all_to_all(y, -1, 0)."""
     return [torch.cat([y.chunk(len(ys), -1)[r] for y in ys]) for r in range(len(ys))]
 
 
@@ -40,7 +40,7 @@ def all_to_all_matmul_rank(comm, algorithm, number, shape, dtype):
     check(ops.all_to_all_matmul(transposed, weights[me], comm, algorithm=algorithm), want)
 
 
-# 36 tokens come in pieces of three rows and less; 12 of one; none of none.
+# 36 tokens are split into pieces of at most three rows; 12 into pieces of one; none into none.
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [(36, 5), (12, 5), (12, 2, 3), (0, 5)])
@@ -123,7 +123,7 @@ def test_gradients_of_matmul_all_to_all(size, algorithm, shape, seed):
 
 
 def asked_gradients_rank(comm, algorithm, xs, weights, biases):
-    """Of two results the second is used."""
+    """The second of two results is used."""
     me = comm.get_rank()
     inputs = torch.cat(xs)
     for needs in range(1, 8):
@@ -145,7 +145,7 @@ def asked_gradients_rank(comm, algorithm, xs, weights, biases):
         )  # fmt: skip
         ops.all_to_all_matmul(x, w, comm, b, algorithm=algorithm).sum().backward()
         tokens = torch.cat([inputs[3 * me : 3 * me + 3, :2]] * 2, 1)
-        # Every rank multiplies with its own weight what it has of this rank's features.
+        # Every rank multiplies its own weight with its part of this rank's features.
         of_x = torch.cat([weights[r][:, 2 * me : 2 * me + 2].sum(0).expand(3, 2) for r in range(2)])
         for t, want in zip((x, w, b), (of_x, tokens.sum(0).expand(4, 4), torch.full((4,), 3.0).double()), strict=True):
             assert (t.grad is None) == (not t.requires_grad)
@@ -163,7 +163,7 @@ def test_only_the_gradients_that_are_asked_are_computed(algorithm, seed):
 @pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype, seed):
-    """Two large terms cancel; what is left has the precision of the third only if nothing was rounded before."""
+    """Two large terms cancel: the rest has the precision of the third only if nothing was rounded before."""
     data = Data(seed, dtype)
     x, w, v, grad = data(4, 5), data(6, 5) * 64, data(6, 5), data(4, 6)
 
@@ -180,7 +180,7 @@ def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype, seed
 
 
 def in_sequence_rank(comm, number):
-    """Operators that share channels, nothing between them, ranks that come late and lanes in another order."""
+    """Operators that share channels, back to back, with late ranks and lanes in another order."""
     me, size, data = comm.get_rank(), comm.get_size(), Data(number)
     late = random.Random(number + me)
     _C._set_interleaving(number + 1)
@@ -191,9 +191,9 @@ def in_sequence_rank(comm, number):
             w, v = data(6, size * 5), data(2 * size, 5)
             if late.random() < 0.3:
                 time.sleep(late.uniform(0, 0.01))
-            tokens = ops.all_to_all_matmul(xs[me], w, comm, algorithm="ring")
-            heads, again = ops.matmul_all_to_all(xs[me], [v, v[:size]], comm, algorithm="ring")
-            (gathered,), _ = ops.all_gather_matmul(xs[me], [v], comm, algorithm="ring")
+            tokens = ops.all_to_all_matmul(xs[me], w, comm, algorithm="p2p")
+            heads, again = ops.matmul_all_to_all(xs[me], [v, v[:size]], comm, algorithm="p2p")
+            (gathered,), _ = ops.all_gather_matmul(xs[me], [v], comm, algorithm="p2p")
             check(tokens, F.linear(to_tokens(xs)[me], w))
             check(heads, to_heads([F.linear(x, v) for x in xs])[me])
             check(again, to_heads([F.linear(x, v[:size]) for x in xs])[me])
@@ -209,19 +209,19 @@ def test_operators_over_channels_follow_each_other(size, backend, seed):
 
 
 def measured_rank(comm):
-    """What was measured as the quickest is taken, forward and backward."""
+    """The algorithm that was measured as the fastest is selected, forward and backward."""
     size = comm.get_size()
     x, w = torch.randn(1024 * size, 4), torch.randn(6, 4 * size)
     y, v = torch.randn(256, 4), torch.randn(2 * size, 4)
     calls = {"all_to_all_matmul": (x, w, comm), "matmul_all_to_all": (y, [v], comm)}
     shapes = {"all_to_all_matmul": (1024 * size, 6, 4 * size), "matmul_all_to_all": (256 * size, 2 * size, 4)}
-    entries = {_C._tuning_key(op, *mnk, torch.float32, size, "cpu", False): "ring" for op, mnk in shapes.items()}
+    entries = {_C._tuning_key(op, *mnk, torch.float32, size, "cpu", False): "p2p" for op, mnk in shapes.items()}
     found = {op: explain(op, *arguments) for op, arguments in calls.items()}
     _C._set_tuning("table", entries)
     try:
         for op, arguments in calls.items():
-            assert (found[op].algorithm, found[op].decided_by) == ("chunked", "rule")
-            assert (explain(op, *arguments).algorithm, explain(op, *arguments).decided_by) == ("ring", "table")
+            assert (found[op].algorithm, found[op].decided_by) == ("pipelined", "rule")
+            assert (explain(op, *arguments).algorithm, explain(op, *arguments).decided_by) == ("p2p", "table")
         leaves = [t.clone().requires_grad_() for t in (x, w, y, v)]
 
         def run(algorithm):
@@ -231,7 +231,7 @@ def measured_rank(comm):
             return [t.detach() for t in results]
 
         want, (got, events) = run("sequential"), spans(lambda: run("auto"))
-        assert not [name for name, *_ in events if name.startswith("chunk_wait")]  # which the communicator does
+        assert not [name for name, *_ in events if name.startswith("chunk_wait")]  # the communicator makes these waits
         torch.testing.assert_close(got, want)
     finally:
         tune.load()
@@ -259,11 +259,11 @@ def order_rank(comm):
     x = torch.randn(24, 32, requires_grad=True)
     w = torch.randn(16, size * 32, requires_grad=True)
     v = torch.randn(size * 16, 16, requires_grad=True)
-    y, events = spans(lambda: ops.all_to_all_matmul(x, w, comm, algorithm="chunked"))
+    y, events = spans(lambda: ops.all_to_all_matmul(x, w, comm, algorithm="pipelined"))
     names = [name for name, *_ in events]
     rounds = [f"{kind}[{i}]" for i in range(4) for kind in ("chunk_wait", "chunk_gemm")]
     assert names == [f"chunk_comm[{i}]" for i in range(4)] + rounds
-    (z,), events = spans(lambda: ops.matmul_all_to_all(y, [v], comm, algorithm="chunked"))
+    (z,), events = spans(lambda: ops.matmul_all_to_all(y, [v], comm, algorithm="pipelined"))
     names = [name for name, *_ in events]
     sends = [f"{kind}[{i}]" for i in range(size - 1) for kind in ("chunk_gemm", "chunk_comm")]
     assert names == [*sends, f"chunk_gemm[{size - 1}]", *(f"chunk_wait[{i}]" for i in range(size - 1))]
@@ -271,7 +271,7 @@ def order_rank(comm):
     assert [name for name, *_ in events] == [f"chunk_comm[{i}]" for i in range(4)] + rounds
     _, events = spans(lambda: torch.autograd.grad(y, (x, w), grads[0]))
     names = [name for name, *_ in events]
-    # x's exchange is under way before the first product, and is waited for behind the last.
+    # x's exchange is in flight before the first product, and is waited for after the last.
     assert names == ["chunk_comm[0]", *sends, f"chunk_gemm[{size - 1}]", "chunk_wait[0]",
                      *(f"chunk_wait[{i}]" for i in range(size - 1))]  # fmt: skip
 
@@ -289,7 +289,7 @@ def test_autocast_casts_the_operands(seed):
         me = comm.get_rank()
         x, mine = leaf(xs[me]), leaf(w)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = ops.all_to_all_matmul(x, mine, comm, algorithm="chunked")
+            y = ops.all_to_all_matmul(x, mine, comm, algorithm="pipelined")
             (z,) = ops.matmul_all_to_all(y, [v], comm, [b])
         assert y.dtype == z.dtype == torch.bfloat16
         products = [F.linear(t, w) for t in to_tokens(xs)]
@@ -301,10 +301,10 @@ def test_autocast_casts_the_operands(seed):
 
 
 ERRORS = {
-    "all_to_all_matmul: expected algorithm to be one of auto sequential chunked ring, got 'fused'": (
+    "all_to_all_matmul: expected algorithm to be one of auto sequential pipelined p2p, got 'fused'": (
         lambda c, x, w: ops.all_to_all_matmul(x, w, c, algorithm="fused")
     ),
-    "matmul_all_to_all: expected algorithm to be one of auto sequential chunked ring, got 'bulk'": (
+    "matmul_all_to_all: expected algorithm to be one of auto sequential pipelined p2p, got 'bulk'": (
         lambda c, x, w: ops.matmul_all_to_all(x, [w], c, algorithm="bulk")
     ),
     r"all_to_all_matmul: expected x \[tokens, ..., features\] of two or more dimensions, got shape \[5\]": (

@@ -9,7 +9,7 @@ from torch_overlap import Error, InvalidTypeError, UnsupportedError, ops
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-ALGORITHMS = ["sequential", "chunked", "ring", "bulk", "direct", "auto"]
+ALGORITHMS = ["sequential", "pipelined", "p2p", "bulk", "low_latency", "auto"]
 FORCED = ALGORITHMS[:-1]
 
 
@@ -168,7 +168,7 @@ def asked_gradients_rank(comm, algorithm, xs, weights):
 
 @pytest.mark.parametrize("algorithm", FORCED)
 def test_only_the_gradients_that_are_asked_are_computed(algorithm, seed):
-    """Any part of the operands may be constant, and any product unused."""
+    """Any of the operands may be constant, and any product unused."""
     xs, weights, _ = gather_problem(Data(seed), 2, (3, 5), (4, 6))
     on_ranks(asked_gradients_rank, 2, algorithm, xs, weights)
 
@@ -185,7 +185,7 @@ def rounded_once_rank(comm, algorithm, number, dtype):
 @pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype, seed):
-    """Two large terms cancel; what is left has the precision of the third only if nothing was rounded before."""
+    """Two large terms cancel: the rest has the precision of the third only if nothing was rounded before."""
     on_ranks(rounded_once_rank, 1, algorithm, seed, dtype)
 
 
@@ -193,7 +193,7 @@ def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype, seed
 
 
 def spans(profile):
-    """name -> (start, end) of this thread's torch_overlap spans, in order."""
+    """Returns name -> (start, end) of this thread's torch_overlap spans, in order."""
     found = {}
     for event in profile.events():
         if event.name.startswith("torch_overlap::chunk"):
@@ -204,10 +204,10 @@ def spans(profile):
 
 
 def assert_transfers_run_behind_products(found, which, steps):
-    """No transfer is waited for before the product that it runs behind has ended.
+    """Checks that no transfer is waited for before the end of the product that hides it.
 
-    gather: transfer i + 1 is issued before product i ends, and waited for after. scatter: transfer i is issued before
-    product i + 1 ends, and every wait comes after the last product.
+    gather: transfer i + 1 is issued before product i ends, and waited for after it. scatter: transfer i is issued
+    before product i + 1 ends, and every wait follows the last product.
     """
 
     def start(name, i):
@@ -241,11 +241,11 @@ def trace_rank(comm, backward):
         return result, spans(profile)
 
     comm.barrier(async_op=False)
-    (y,), found = record(lambda: ops.all_gather_matmul(x, [w], comm, algorithm="chunked")[0])
+    (y,), found = record(lambda: ops.all_gather_matmul(x, [w], comm, algorithm="pipelined")[0])
     assert_transfers_run_behind_products(found, "gather", size)
-    z, found = record(lambda: ops.matmul_reduce_scatter(y, v, comm, algorithm="chunked"))
+    z, found = record(lambda: ops.matmul_reduce_scatter(y, v, comm, algorithm="pipelined"))
     assert_transfers_run_behind_products(found, "scatter", size)
-    a, found = record(lambda: ops.matmul_all_reduce(y, v, comm, algorithm="chunked"))
+    a, found = record(lambda: ops.matmul_all_reduce(y, v, comm, algorithm="pipelined"))
     assert_transfers_run_behind_products(found, "scatter", 4)
     if backward:
         grad = torch.randn_like(z)
@@ -275,9 +275,9 @@ def test_autocast_casts_the_operands(seed):
         me = comm.get_rank()
         x, w = leaf(xs[me]), leaf(weights[me][0])
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            (y,), _ = ops.all_gather_matmul(x, [w], comm, [biases[me][0]], algorithm="chunked")
+            (y,), _ = ops.all_gather_matmul(x, [w], comm, [biases[me][0]], algorithm="pipelined")
             z = ops.matmul_reduce_scatter(y, w.t(), comm)
-            a = ops.matmul_all_reduce(y, w.t(), comm, algorithm="chunked")
+            a = ops.matmul_all_reduce(y, w.t(), comm, algorithm="pipelined")
         assert y.dtype == z.dtype == a.dtype == torch.bfloat16
         check(y.detach(), F.linear(torch.cat(xs), weights[me][0], biases[me][0]))
         (z.sum() + a.sum()).backward()
@@ -287,7 +287,7 @@ def test_autocast_casts_the_operands(seed):
 
 
 ERRORS = {
-    "algorithm to be one of auto, sequential, chunked, ring, bulk, fused, direct, got 'tree'": lambda c, x, w: (
+    "algorithm to be one of auto, sequential, pipelined, p2p, bulk, fused, low_latency, got 'tree'": lambda c, x, w: (
         ops.all_gather_matmul(x, [w], c, algorithm="tree")
     ),
     "two or more dimensions, got shape": lambda c, x, w: ops.all_gather_matmul(x[0], [w], c),
@@ -305,7 +305,7 @@ ERRORS = {
     r"^all_to_all_matmul: .* in_features 10 as x of all ranks, got shape \[4, 5\]": lambda c, x, w: (
         ops.all_to_all_matmul(x, w, c)
     ),
-    r"a bias \[out_features\] of 4 elements, got shape \[3\] beside a weight of shape \[4, 5\]": lambda c, x, w: (
+    r"a bias \[out_features\] of 4 elements, got shape \[3\] for a weight of shape \[4, 5\]": lambda c, x, w: (
         ops.matmul_all_reduce(x, w, c, x[:3, 0])
     ),
     r"expected biases\[1\] .* of 4 elements, got shape \[1, 4\]": lambda c, x, w: ops.all_gather_matmul(
@@ -351,12 +351,12 @@ def test_ranks_with_other_rows_are_told_of_their_shapes():
         with pytest.raises(
             Error, match=r"expected the same number of rows on all ranks.*Pass equal shapes on all ranks"
         ):
-            ops.all_gather_matmul(x, [torch.ones(3, 5)], comm, algorithm="ring")
+            ops.all_gather_matmul(x, [torch.ones(3, 5)], comm, algorithm="p2p")
 
     run_ranks(rank, 2, backend="local")
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+@pytest.mark.parametrize("algorithm", ["p2p", "low_latency"])
 def test_what_needs_shared_memory_says_why_it_cannot_run(algorithm):
 
     def rank(comm):
@@ -394,5 +394,5 @@ def gathered_by_some(comm, algorithm, number, users, create_graph):
 @pytest.mark.parametrize("users", [(), (0,), (1,), (0, 1)])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_some_ranks_use_the_gathered_x(algorithm, users, create_graph, seed):
-    """And each has other features: what a rank does alone does not lead it another way."""
+    """Each rank also has another number of features: local values do not select another algorithm."""
     on_ranks(gathered_by_some, 2, algorithm, seed, users, create_graph)

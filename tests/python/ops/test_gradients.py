@@ -16,7 +16,7 @@ SIZES = [1, 2, 3, 4]
 
 
 def cases(size):
-    """name -> (input shape, on a rank, reference: list of all inputs -> list of all results)."""
+    """Returns name -> (input shape, on a rank, reference: list of all inputs -> list of all results)."""
 
     def total(xs):
         return torch.stack(xs).sum(0)
@@ -132,7 +132,7 @@ def test_gradients_equal_those_of_the_unsharded_computation(name, size, seed):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_invariant_results_pass_their_gradient_through(size):
-    """I: the loss is one, known to all ranks, and its gradient is the same on all of them."""
+    """I: all ranks have the same single loss, and its gradient is the same on all of them."""
     weight = torch.randn(3, 4 * size, dtype=torch.float64)
 
     def rank(comm):

@@ -1,4 +1,4 @@
-"""Operators under torch.inference_mode, and that memory which is first used there serves training later."""
+"""Operators under torch.inference_mode; memory that is first used there serves training later."""
 
 import pytest
 import torch
@@ -56,11 +56,11 @@ OPERATORS = {
     "matmul_all_to_all": (lambda x, w, comm, **o: ops.matmul_all_to_all(x, [w], comm, **o)[0], by_heads),
     "bulk_overlap_matmul": (run_bulk, bulk),
 }
-MATMULS = ["sequential", "chunked", "ring", "bulk", "direct", "auto"]
+MATMULS = ["sequential", "pipelined", "p2p", "bulk", "low_latency", "auto"]
 ALGORITHMS = {
-    "all_to_all_matmul": ["sequential", "chunked", "ring", "auto"],
-    "matmul_all_to_all": ["sequential", "chunked", "ring", "auto"],
-    "bulk_overlap_matmul": ["sequential", "chunked", "bulk", "auto"],
+    "all_to_all_matmul": ["sequential", "pipelined", "p2p", "auto"],
+    "matmul_all_to_all": ["sequential", "pipelined", "p2p", "auto"],
+    "bulk_overlap_matmul": ["sequential", "pipelined", "bulk", "auto"],
 }
 
 
@@ -87,7 +87,7 @@ def inference_then_training_rank(comm, algorithm, name, number):
                 x, w = [t.clone() if made_inside else t for t in (xs[rank], weights[rank])]
                 y = run(x, w, comm, algorithm=algorithm)
                 assert y.is_inference()
-                y += 1  # theirs to write
+                y += 1  # results belong to the caller
             check(y, want[rank].detach() + 1)
             continue
         x, w = leaf(xs[rank]), leaf(weights[rank])

@@ -1,4 +1,4 @@
-"""docs/ops.md says what the schemas say."""
+"""docs/ops.md agrees with the schemas."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The memory that fused operators share, after an operation that ended half way: gone until reconfigure."""
+"""Shared memory of fused operators after an operation that failed halfway: unusable until reconfigure."""
 
 from datetime import timedelta
 
@@ -11,8 +11,8 @@ from torch_overlap import ops
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-PATIENCE = timedelta(seconds=60)  # of what succeeds
-SOON = timedelta(seconds=3)  # of the wait for the rank that stays away
+PATIENCE = timedelta(seconds=60)  # limit of waits that succeed
+SOON = timedelta(seconds=3)  # limit of the wait for the absent rank
 
 
 def new_comm(rank, size, store):
@@ -22,8 +22,8 @@ def new_comm(rank, size, store):
     )  # fmt: skip
 
 
-def check_products(comm, seed, algorithm="ring"):
-    """Forward and backward: both channels."""
+def check_products(comm, seed, algorithm="p2p"):
+    """Runs forward and backward: both channels are used."""
     gen = torch.Generator().manual_seed(seed)
     me, size = comm.get_rank(), comm.get_size()
     xs, w, v = (torch.randn(*s, generator=gen, dtype=torch.float64) for s in ((size, 3, 8), (5, 8), (8, 5)))
@@ -42,7 +42,7 @@ def recovery_rank(rank, size, store, seed):
     to.objcol.all_gather_object(comm, handles, comm.get_init_handle())
     check_products(comm, seed)
     for generation in (1, 2):
-        if rank != size - 1:  # the last stays away
+        if rank != size - 1:  # the last rank does not call
             comm.set_timeout(SOON)
             with pytest.raises(to.OperationTimeoutError, match=f"expected rank {size - 1} to begin operation"):
                 check_products(comm, seed)

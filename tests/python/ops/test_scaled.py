@@ -9,9 +9,9 @@ from torch_overlap import ops
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-ALGORITHMS = ["sequential", "chunked", "ring", "auto"]
+ALGORITHMS = ["sequential", "pipelined", "p2p", "auto"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Of a sum over ranks of products that are rounded one by one; magnitudes are near 10.
+# Tolerance of a sum over ranks of products that are rounded one by one; magnitudes are near 10.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 4e-1}
 
 
@@ -32,7 +32,7 @@ def check(got, want, out_dtype):
 
 def gather_rank(comm, algorithm, number, shape, dim, out_dtype, dtypes):
     me, size, data = comm.get_rank(), comm.get_size(), Data(number, torch.float32)
-    # One factor for all ranks' x, as the operator wants it.
+    # The x of all ranks has one factor, which the operator requires.
     x, x_scale_inv = quantized(data(size, *shape), dtypes[0])
     weights = [[quantized(data(n, shape[-1]), dtypes[1]) for n in (16, 32)] for _ in range(size)]
     bias = data(32).to(out_dtype)
@@ -59,7 +59,7 @@ def test_scaled_all_gather_matmul(size, algorithm, shape, dim, out_dtype, seed):
 
 def scatter_rank(comm, algorithm, number, shape, dim, op, out_dtype, dtypes):
     me, size, data = comm.get_rank(), comm.get_size(), Data(number, torch.float32)
-    xs = [quantized(data(*shape) * (r + 1), dtypes[0]) for r in range(size)]  # with factors of their own
+    xs = [quantized(data(*shape) * (r + 1), dtypes[0]) for r in range(size)]  # each with a factor of its own
     weights = [quantized(data(16, shape[-1]), dtypes[1]) for _ in range(size)]
     bias = data(16).to(out_dtype)
     total = sum(F.linear(value(*x), value(*w)) for x, w in zip(xs, weights, strict=True))
@@ -82,7 +82,7 @@ def test_scaled_matmul_reduce_scatter(size, algorithm, shape, dim, op, out_dtype
 
 def all_reduce_rank(comm, algorithm, number, shape, op, out_dtype, dtypes):
     me, size, data = comm.get_rank(), comm.get_size(), Data(number, torch.float32)
-    xs = [quantized(data(*shape) * (r + 1), dtypes[0]) for r in range(size)]  # with factors of their own
+    xs = [quantized(data(*shape) * (r + 1), dtypes[0]) for r in range(size)]  # each with a factor of its own
     weights = [quantized(data(16, shape[-1]), dtypes[1]) for _ in range(size)]
     bias = data(16).to(out_dtype)
     total = sum(F.linear(value(*x), value(*w)) for x, w in zip(xs, weights, strict=True))
@@ -94,7 +94,7 @@ def all_reduce_rank(comm, algorithm, number, shape, op, out_dtype, dtypes):
         check(result, total if added is None else total + bias.double(), out_dtype)
 
 
-# 5 rows in 4 pieces, among more ranks than rows; [7, 1, 32] has rows that no number of ranks divides.
+# 5 rows in 4 pieces, on more ranks than rows; [7, 1, 32] has a number of rows that no number of ranks divides.
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [(5, 32), (7, 1, 32), (2, 12, 16)])
@@ -152,7 +152,7 @@ def all_reduce(comm, x, s, w, bias=None, **options):
 
 
 VALUE_ERRORS = {
-    "algorithm to be one of auto sequential chunked ring fused, got 'bulk'": lambda f, c, x, s: f(
+    "algorithm to be one of auto sequential pipelined p2p fused, got 'bulk'": lambda f, c, x, s: f(
         c, x, s, x, algorithm="bulk"
     ),
     "two or more dimensions, got shape": lambda f, c, x, s: f(c, x[0], s, x),
@@ -219,7 +219,7 @@ def test_mistakes_of_one_operator():
 
 
 def sizes_rank(comm, algorithm):
-    """What the product itself refuses is refused before anything is sent, and leaves the communicator as it was."""
+    """Operands that the product refuses are refused before anything is sent, and the communicator stays usable."""
     x, s = quantized(torch.randn(16, 16))
     e5m2, _ = quantized(torch.randn(16, 16), E5M2)
     odd, _ = quantized(torch.randn(16, 8))

@@ -1,4 +1,4 @@
-"""Fused products of 8-bit floats with scales of blocks, what is gathered with them, and what explain says of both."""
+"""Fused products of 8-bit floats with scales of blocks, the gathered scales, and explain() of both."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch_overlap.quantize import ScalingMode as Mode
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-ALGORITHMS = ["sequential", "chunked", "ring", "auto"]
+ALGORITHMS = ["sequential", "pipelined", "p2p", "auto"]
 BLOCKS = [Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING, Mode.ROW_SCALING]
 K = 256
 
@@ -31,7 +31,7 @@ def value(data, scale_inv, mode):
 
 
 def rows_of(data, *shape):
-    """Magnitudes that differ from row to row: a scale at a wrong row is seen."""
+    """Returns magnitudes that differ from row to row, so that a misplaced scale is detected."""
     sizes = torch.randint(-6, 6, (*shape[:-1], 1), generator=data.gen)
     return data(*shape) * 2.0**sizes
 
@@ -55,7 +55,7 @@ def gather_rank(comm, algorithm, number, mode, shape, dim):
         want = torch.cat([part.view(torch.uint8) for part, _ in parts], dim)
         assert gathered.dtype == E4M3
         assert torch.equal(gathered.view(torch.uint8), want)
-        # They are the scales of the gathered x.
+        # The returned scales are those of the gathered x.
         assert torch.equal(value(gathered, scales, of_rows(mode)), values)
 
 
@@ -99,7 +99,8 @@ def all_reduce_rank(comm, algorithm, number, mode, shape, op):
     check(result, (total / size if op == "avg" else total) + bias.double(), torch.float32)
 
 
-# Blocks of 128 take rows in eights: 40 are five, which neither pieces nor ranks share evenly; 8 are fewer than ranks.
+# Blocks of 128 need multiples of eight rows: 40 rows are five such groups, which pieces and ranks share unevenly; 8
+# rows have fewer groups than there are ranks.
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("mode", BLOCKS, ids=lambda mode: mode.name)
 @pytest.mark.parametrize(("size", "shape", "op"), [(2, (40, K), "sum"), (3, (8, K), "avg"), (3, (2, 20, K), "sum")])
@@ -147,7 +148,7 @@ def errors_rank(comm):
     with pytest.raises(ValueError, match="expected m and n to be multiples of 8 for block scaling, got 4 and 16"):
         ops.scaled_all_gather_matmul(*part, [weight[0]], [weight[1]], comm, scaling_mode=mode)
     with pytest.raises(ValueError, match="expected m and n to be multiples of 8 for block scaling, got 4 and 16"):
-        ops.scaled_matmul_all_reduce(*part, *weight, comm, scaling_mode=mode, algorithm="ring")
+        ops.scaled_matmul_all_reduce(*part, *weight, comm, scaling_mode=mode, algorithm="p2p")
     gather(ops.unswizzle_scales(swizzled, 8, K // 32))
 
 
@@ -190,9 +191,9 @@ def explain_rank(comm):
         ("scaled_matmul_all_reduce", scatter),
     ):
         found = to.explain(op, *given)
-        assert (found.algorithm, found.decided_by) == ("chunked", "rule")
-        assert str(found) == f"{op}: chunked (a CPU)"
-        assert to.explain(op, *given, algorithm="ring").algorithm == "ring"
+        assert (found.algorithm, found.decided_by) == ("pipelined", "rule")
+        assert str(found) == f"{op}: pipelined (a CPU)"
+        assert to.explain(op, *given, algorithm="p2p").algorithm == "p2p"
         assert to.explain(op, *given, algorithm="sequential").decided_by == "caller"
         small = (given[0][:8], *given[1:])
         assert to.explain(op, *small).algorithm == "sequential"

@@ -1,4 +1,4 @@
-"""The operators that tests/python/gpu/test_op_soak.py replays, by what runs without a GPU."""
+"""The operators that tests/python/gpu/test_op_soak.py replays, with the algorithms that run without a GPU."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
 """Shapes without a communicator, vmap, opcheck and torch.compile.
 
-What needs real ranks runs on gloo processes: a compiler's state belongs to its process.
+Tests that need real ranks run on gloo processes: the state of a compiler belongs to its process.
 """
 
 import time
@@ -45,7 +45,7 @@ def test_shapes_of_scaled_products_need_no_communicator(name, how):
     assert [tuple(t.shape) for t in results] == EXPECTED[name]
     dtype = torch.bfloat16 if name.endswith(" 1") else torch.float32
     assert all(t.is_contiguous() for t in results)
-    products = results[:-2] if "gather" in name else results  # what follows is gathered
+    products = results[:-2] if "gather" in name else results  # the rest is gathered
     assert all(t.dtype == dtype for t in products)
 
 
@@ -152,7 +152,8 @@ def opcheck_rank(comm, names):
     size, rank = comm.get_size(), comm.get_rank()
     for name in names:
         op, shapes, arguments = calls(size, comm.get_name(), root=size - 1)[name]
-        # An async result may not be read unwaited, which the other utility does; traced, it is the plain operator.
+        # An async result must not be read before a wait, which the other utility does; traced, it is the synchronous
+        # operator.
         some = {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
         torch.library.opcheck(op, arguments(*make(shapes, rank)), **(some if name.endswith("_async") else {}))
     plain = torch.randn(4, 6)
@@ -162,7 +163,8 @@ def opcheck_rank(comm, names):
 
 
 def opcheck_point_to_point(comm):
-    """On the backend that moves nothing: opcheck calls each as often as it likes, with nobody to answer."""
+    """On the backend that moves nothing: opcheck calls each operator any number of times, without a matching call of
+    the peer."""
     plain = torch.randn(4, 6)
     for op in (raw.send, raw.recv_):
         torch.library.opcheck(
@@ -183,7 +185,7 @@ def test_opcheck_on_every_rank(names):
 
 
 def opcheck_scaled_rank(comm):
-    # The other utility compares inputs before and after, which torch cannot do for 8-bit floats.
+    # The remaining utility compares inputs before and after, which torch cannot do for 8-bit floats.
     some = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for op, arguments in scaled_calls(comm.get_size(), comm.get_name()).values():
         torch.library.opcheck(op, arguments(), test_utils=some)
@@ -195,8 +197,8 @@ def test_opcheck_of_scaled_products_on_every_rank():
 
 def layer(x, w1, w2, v, b, comm):
     """A sequence-parallel MLP and a few collectives around it."""
-    (h, g), _ = ops.all_gather_matmul(x, [w1, w2], comm, algorithm="chunked")
-    y = ops.matmul_reduce_scatter(torch.relu(h) * g, v, comm, b, algorithm="chunked")
+    (h, g), _ = ops.all_gather_matmul(x, [w1, w2], comm, algorithm="pipelined")
+    y = ops.matmul_reduce_scatter(torch.relu(h) * g, v, comm, b, algorithm="pipelined")
     y = y + ops.wait_tensor(ops.all_reduce_async(y, comm, "avg"))
     y = ops.all_to_all(ops.all_gather(y, comm, 1), comm, 1, 0)
     return ops.reduce_scatter(y, comm, 0, to.ReduceOp.SUM) + ops.broadcast(x, comm, 1).sum()
@@ -224,17 +226,17 @@ def test_compile_fullgraph(dynamic):
 
 
 def exchanging_layer(x, q, v, o, comm):
-    """Tokens to heads and back, and a gradient's reduction beside a product."""
-    a, b = ops.matmul_all_to_all(x, [q, v], comm, algorithm="chunked")
-    y = ops.all_to_all_matmul(torch.relu(a) * b, o, comm, algorithm="chunked")
-    z, part = ops.bulk_overlap_matmul(y, o, y, comm, collective="reduce_scatter", algorithm="chunked")
-    return ops.bulk_overlap_matmul(z, o, part, comm, collective="all_gather", algorithm="chunked")[1] + z
+    """Tokens to heads and back, and a gradient's reduction concurrent with a product."""
+    a, b = ops.matmul_all_to_all(x, [q, v], comm, algorithm="pipelined")
+    y = ops.all_to_all_matmul(torch.relu(a) * b, o, comm, algorithm="pipelined")
+    z, part = ops.bulk_overlap_matmul(y, o, y, comm, collective="reduce_scatter", algorithm="pipelined")
+    return ops.bulk_overlap_matmul(z, o, part, comm, collective="all_gather", algorithm="pipelined")[1] + z
 
 
 def scaled_layer(x, s, w, comm):
-    (y,), *_ = ops.scaled_all_gather_matmul(x, s, [w], [s], comm, out_dtype=torch.float32, algorithm="chunked")
-    z = ops.scaled_matmul_reduce_scatter(x, s, w, s, comm, out_dtype=torch.float32, algorithm="chunked")
-    total = ops.scaled_matmul_all_reduce(x, s, w, s, comm, out_dtype=torch.float32, algorithm="chunked")
+    (y,), *_ = ops.scaled_all_gather_matmul(x, s, [w], [s], comm, out_dtype=torch.float32, algorithm="pipelined")
+    z = ops.scaled_matmul_reduce_scatter(x, s, w, s, comm, out_dtype=torch.float32, algorithm="pipelined")
+    total = ops.scaled_matmul_all_reduce(x, s, w, s, comm, out_dtype=torch.float32, algorithm="pipelined")
     return y.sum(0) + z + total.sum(0)
 
 
@@ -301,7 +303,7 @@ def test_a_factor_may_change_between_calls_of_a_compiled_function():
 
 
 def late(comm):
-    """Rank 1 enters last: what the others started before is not there yet."""
+    """Rank 1 enters last: results of operations that the others started before are not complete yet."""
     comm.barrier(async_op=False)
     if comm.get_rank() == 1:
         time.sleep(0.3)
@@ -331,7 +333,7 @@ def wait_rank(comm, backend, requires_grad):
                 assert torch.equal(grad, torch.full((4, 3), 2.0))
 
 
-# Where gradients are recorded, aot_eager first clones an argument that the function changes, as wait_tensor does.
+# If gradients are recorded, aot_eager first clones an argument that the function changes, as wait_tensor does.
 @pytest.mark.parametrize(
     ("backend", "requires_grad"),
     [
@@ -402,7 +404,7 @@ def test_compile_inductor():
 
 
 def exchange(x, comm, rank):
-    """Sends and receives that a compiler would merge or drop if it took them for pure functions."""
+    """Sends and receives that a compiler would merge or drop if they were pure functions."""
     first, second = torch.zeros(3), torch.zeros(3)
     if rank == 0:
         ops.send(x, comm, 1)

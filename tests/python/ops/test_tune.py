@@ -1,4 +1,5 @@
-"""What "auto" takes: the table, else the cache, on which ranks agree, else a rule; and the command that measures."""
+"""Choices of "auto": the table, otherwise the cache (the same on all ranks), otherwise a rule; and the measuring
+command."""
 
 import contextlib
 import json
@@ -17,7 +18,7 @@ from torch_overlap import _C, ops, tune
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-ROWS, FEATURES, INNER = 512, 12, 8  # of a rank: what the rule takes for "chunked" on a CPU
+ROWS, FEATURES, INNER = 512, 12, 8  # sizes of a rank for which the rule selects "pipelined" on a CPU
 
 
 def entry(op, shape, algorithm, size=2, dtype="float32", library=None, **more):
@@ -40,18 +41,18 @@ def entries_for(algorithm, size=2, **more):
 
 
 def spans(call):
-    """Names of what the operator does."""
+    """Returns the names of the operator's spans."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     names = {event.name.removeprefix("torch_overlap::").partition("[")[0] for event in profile.events()}
     return names & {"chunk_gemm", "gemm"}  # pieces through the communicator; products over channels
 
 
-SPANS = {"sequential": set(), "chunked": {"chunk_gemm"}, "ring": {"gemm"}, "direct": {"gemm"}}
+SPANS = {"sequential": set(), "pipelined": {"chunk_gemm"}, "p2p": {"gemm"}, "low_latency": {"gemm"}}
 
 
 def check_auto(comm, algorithm, decided_by):
-    """Every operator goes this way, says so, and is right."""
+    """Checks that every operator selects this algorithm, that explain() agrees, and that results are right."""
     me, size = comm.get_rank(), comm.get_size()
     gen = torch.Generator().manual_seed(17)
     xs, ws = torch.randn(size, ROWS, INNER, generator=gen), torch.randn(size, FEATURES, INNER, generator=gen)
@@ -65,7 +66,7 @@ def check_auto(comm, algorithm, decided_by):
         def call(op=op, given=given):
             results[op] = getattr(ops, op)(*given)
 
-        call()  # the ranks meet
+        call()  # creates the channels
         found = to.explain(op, *given)
         assert (found.algorithm, found.decided_by) == (algorithm, decided_by), found
         assert spans(call) == SPANS[algorithm], op
@@ -76,7 +77,7 @@ def check_auto(comm, algorithm, decided_by):
 
 @contextlib.contextmanager
 def loaded():
-    """The files of the environment, in a process that lives on."""
+    """Loads the files of the environment, in a process that outlives them."""
     tune.load()
     try:
         yield
@@ -90,7 +91,7 @@ def auto_rank(comm, algorithm, decided_by):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring", "direct"])
+@pytest.mark.parametrize("algorithm", ["sequential", "pipelined", "p2p", "low_latency"])
 def test_the_cache_decides(tmp_path, size, algorithm):
     path = tmp_path / "cache.json"
     tune.write(path, entries_for(algorithm, size))
@@ -111,15 +112,15 @@ def test_the_cache_decides(tmp_path, size, algorithm):
 def test_what_was_measured_for_something_else_does_not(tmp_path, others):
     path = tmp_path / "cache.json"
     tune.write(path, entries_for(**{"algorithm": "sequential", **others}))
-    run_ranks(auto_rank, 2, "chunked", "rule", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
+    run_ranks(auto_rank, 2, "pipelined", "rule", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
 
 
 def test_what_was_measured_in_graphs_counts_where_nothing_else_was(tmp_path):
     path = tmp_path / "cache.json"
     tune.write(path, entries_for("sequential", mode="graph"))
     run_ranks(auto_rank, 2, "sequential", "cache", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
-    tune.write(path, entries_for("ring"))
-    run_ranks(auto_rank, 2, "ring", "cache", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
+    tune.write(path, entries_for("p2p"))
+    run_ranks(auto_rank, 2, "p2p", "cache", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
 
 
 def table_rank(comm):
@@ -127,12 +128,12 @@ def table_rank(comm):
         return {tune._key(e): e["algorithm"] for e in entries_for(algorithm)}
 
     _C._set_tuning("cache", chosen("sequential"))
-    _C._set_tuning("table", chosen("ring"))
-    check_auto(comm, "ring", "table")
+    _C._set_tuning("table", chosen("p2p"))
+    check_auto(comm, "p2p", "table")
     _C._set_tuning("table", {})
     check_auto(comm, "sequential", "cache")
     tune.load()
-    check_auto(comm, "sequential", "cache")  # what was agreed on stays
+    check_auto(comm, "sequential", "cache")  # the agreement of the ranks stays
 
 
 def test_the_table_comes_before_the_cache():
@@ -140,18 +141,18 @@ def test_the_table_comes_before_the_cache():
 
 
 def prepared_rank(comm):
-    """An eager call makes the memory that a captured one would need, whatever itself does."""
+    """An eager call allocates the memory of the captured one, whatever its own algorithm is."""
     x, w = torch.randn(ROWS, INNER), torch.randn(FEATURES, INNER)
     eager = entry("all_gather_matmul", gather_shape(2), "sequential")
-    for entries, is_there in (([eager], False), ([eager, {**eager, "mode": "graph", "algorithm": "ring"}], True)):
+    for entries, is_there in (([eager], False), ([eager, {**eager, "mode": "graph", "algorithm": "p2p"}], True)):
         fresh = comm.split([0, 1], name=f"fresh_{is_there}")
         _C._set_tuning("table", {tune._key(e): e["algorithm"] for e in entries})
         ops.all_gather_matmul(x, [w], fresh)
         assert to.explain("all_gather_matmul", x, [w], fresh).algorithm == "sequential"
         comm.barrier(False)  # ranks may be threads
-        pretence = _C._PretendUnreachable()  # of memory that is made from here on
+        pretence = _C._PretendUnreachable()  # applies to memory that is made from here on
         with contextlib.nullcontext() if is_there else pytest.raises(to.UnsupportedError):
-            ops.all_gather_matmul(x, [w], fresh, algorithm="ring")
+            ops.all_gather_matmul(x, [w], fresh, algorithm="p2p")
         del pretence
         comm.barrier(False)
         fresh.finalize()
@@ -163,10 +164,10 @@ def test_eager_calls_prepare_captures():
 
 
 def differing_rank(comm):
-    """Each rank has another cache: that of rank 0 counts."""
-    mine = ["ring", "sequential", "chunked"][comm.get_rank()]
+    """Each rank has another cache: that of rank 0 is used."""
+    mine = ["p2p", "sequential", "pipelined"][comm.get_rank()]
     _C._set_tuning("cache", {tune._key(e): e["algorithm"] for e in entries_for(mine, 3)})
-    check_auto(comm, "ring", "cache")
+    check_auto(comm, "p2p", "cache")
     _C._set_tuning("cache", {})
 
 
@@ -175,16 +176,16 @@ def test_all_ranks_take_the_cache_of_rank_0():
 
 
 def unreachable_rank(comm):
-    """What was measured and cannot be is left to the rule."""
+    """If the measured algorithm cannot run, the rule decides."""
     pretence = _C._PretendUnreachable()
     with loaded():
-        check_auto(comm, "chunked", "rule")
+        check_auto(comm, "pipelined", "rule")
     del pretence
 
 
 def test_an_algorithm_that_cannot_run_gives_way_to_the_rule(tmp_path):
     path = tmp_path / "cache.json"
-    tune.write(path, entries_for("ring"))
+    tune.write(path, entries_for("p2p"))
     run_ranks(unreachable_rank, 2, env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
 
 
@@ -192,15 +193,17 @@ def measure_rank(comm):
     for op in tune.OPERATORS:
         found = tune.measure(comm, op, (64, 64, 64), torch.float32, rounds=3, repeats=1)
         assert found["op"] == op
-        direct = {"direct"} if op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce") else set()
-        assert set(found["us"]) == {"sequential", "chunked", "ring"} | direct
+        low_latency = (
+            {"low_latency"} if op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce") else set()
+        )
+        assert set(found["us"]) == {"sequential", "pipelined", "p2p"} | low_latency
         assert found["algorithm"] in found["us"]
         assert found["device"] == "cpu"
     with pytest.raises(ValueError, match="tune: expected m of all_gather_matmul divisible by the 2 ranks, got 3"):
         tune.measure(comm, "all_gather_matmul", (3, 4, 4), torch.float32)
     with pytest.raises(ValueError, match="tune: expected op to be one of"):
         tune.measure(comm, "all_reduce", (4, 4, 4), torch.float32)
-    found["us"] = None  # times are of a rank's clock
+    found["us"] = None  # times are local to a rank
     return found
 
 
@@ -211,26 +214,26 @@ def test_measure_finds_the_same_on_all_ranks():
 
 def test_files(tmp_path):
     path = tmp_path / "folder" / "cache.json"
-    tune.write(path, entries_for("ring"))
-    tune.write(path, [entry("all_gather_matmul", (ROWS * 2 + 1, FEATURES * 2, INNER), "chunked")])  # the same bucket
+    tune.write(path, entries_for("p2p"))
+    tune.write(path, [entry("all_gather_matmul", (ROWS * 2 + 1, FEATURES * 2, INNER), "pipelined")])  # the same bucket
     found = {e["op"]: e["algorithm"] for e in tune.read(path)}
-    assert found == {"all_gather_matmul": "chunked", "matmul_reduce_scatter": "ring", "matmul_all_reduce": "ring"}
+    assert found == {"all_gather_matmul": "pipelined", "matmul_reduce_scatter": "p2p", "matmul_all_reduce": "p2p"}
     assert os.listdir(path.parent) == ["cache.json"]
-    tune.write(path, [entry("all_gather_matmul", (8, 8, 8), "ring", library="torch 1.0", us={"ring": 1.5})])
+    tune.write(path, [entry("all_gather_matmul", (8, 8, 8), "p2p", library="torch 1.0", us={"p2p": 1.5})])
     assert len(path.read_text().splitlines()) == 6  # a line for each entry
     assert {(e["device"], e["library"]) for e in tune.read(path)} == {("cpu", tune._library()), ("cpu", "torch 1.0")}
     assert not any("us" in e for e in tune.read(path))
-    for text in ("", "{}", "[]", json.dumps({"format": 1, "entries": []}),
-                 json.dumps({"format": 2, "entries": [{"op": "x"}]}),
-                 json.dumps({"format": 2, "entries": [{**entries_for("ring")[0], "mode": "fast"}]})):  # fmt: skip
+    for text in ("", "{}", "[]", json.dumps({"format": 2, "entries": []}),
+                 json.dumps({"format": 3, "entries": [{"op": "x"}]}),
+                 json.dumps({"format": 3, "entries": [{**entries_for("p2p")[0], "mode": "fast"}]})):  # fmt: skip
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"tune: expected measured algorithms of format 2 in .*cache.json"):
+        with pytest.raises(ValueError, match=r"tune: expected measured algorithms of format 3 in .*cache.json"):
             tune.read(path)
 
 
 def write_many(path, first):
     for i in range(first, first + 20):
-        tune.write(path, [entry("all_gather_matmul", (2**i, 8, 8), "ring")])
+        tune.write(path, [entry("all_gather_matmul", (2**i, 8, 8), "p2p")])
 
 
 def test_writers_at_the_same_time_keep_each_others_entries(tmp_path):
@@ -244,7 +247,7 @@ def test_writers_at_the_same_time_keep_each_others_entries(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "cache.json"
-    tune.write(path, entries_for("ring"))
+    tune.write(path, entries_for("p2p"))
     before = path.read_text()
 
     def full(*args, **kwargs):
@@ -252,16 +255,16 @@ def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space left"):
-        tune.write(path, entries_for("chunked"))
+        tune.write(path, entries_for("pipelined"))
     assert os.listdir(tmp_path) == ["cache.json"]
     assert path.read_text() == before
 
 
 def test_inputs_take_turns_beyond_the_cache():
-    assert tune._sets((2048, 4096, 4096), torch.bfloat16, 4, 10) == 10
-    assert tune._sets((8192, 10240, 8192), torch.bfloat16, 4, 10) == 2
-    assert tune._sets((8192, 57344, 8192), torch.bfloat16, 4, 10) == 1
-    assert tune._sets((64, 64, 64), torch.bfloat16, 4, 3) == 3
+    assert tune._num_input_sets((2048, 4096, 4096), torch.bfloat16, 4, 10) == 10
+    assert tune._num_input_sets((8192, 10240, 8192), torch.bfloat16, 4, 10) == 2
+    assert tune._num_input_sets((8192, 57344, 8192), torch.bfloat16, 4, 10) == 1
+    assert tune._num_input_sets((64, 64, 64), torch.bfloat16, 4, 3) == 3
 
 
 def test_a_file_that_cannot_be_read_is_left_out_with_a_warning(tmp_path, monkeypatch):
@@ -281,7 +284,7 @@ def test_the_tables_that_are_shipped(table):
     for e in entries:
         assert e["algorithm"] in _C._algorithms()
         assert any(part.startswith("kernels ") for part in e["library"].split(", "))
-        # Eagerly nothing that waits with all SMs.
+        # Eager calls use nothing that waits with all SMs.
         keeps_all = e["op"].endswith("all_reduce") and 128 < e["shape"][0] <= 256
         assert not (e["mode"] == "eager" and keeps_all and e["algorithm"] == "fused")
     assert len({tune._key(e) for e in entries}) == len(entries)
@@ -289,7 +292,7 @@ def test_the_tables_that_are_shipped(table):
 
 
 def test_outdated_entries_are_not_taken():
-    """An entry belongs to the kernels that it was measured with."""
+    """An entry is valid for the kernels with which it was measured."""
 
     def entry(device, algorithm, kernels, m=2048, op="all_gather_matmul"):
         return {"op": op, "shape": [m, 4096, 4096], "dtype": "bfloat16", "tp": 4, "mode": "graph", "device": device,
@@ -298,13 +301,14 @@ def test_outdated_entries_are_not_taken():
     h100, h200, other = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "some GPU"
     now, old = tune.KERNELS, tune.KERNELS - 1
     found = tune.current([
-        entry(h200, "direct", old), entry(h100, "fused", now),  # a GPU of the same architecture has it
-        entry(h200, "direct", old, m=8192), entry(h100, "fused", old, m=8192),  # none has
-        entry(h200, "ring", now, m=512), entry(h100, "fused", now, m=512),  # each its own
-        entry(other, "ring", old), entry(other, "direct", now, m=512),
+        entry(h200, "low_latency", old), entry(h100, "fused", now),  # a GPU of the same architecture has one
+        entry(h200, "low_latency", old, m=8192), entry(h100, "fused", old, m=8192),  # none has one
+        entry(h200, "p2p", now, m=512), entry(h100, "fused", now, m=512),  # each has its own
+        entry(other, "p2p", old), entry(other, "low_latency", now, m=512),
     ])  # fmt: skip
     assert {(e["device"], e["shape"][0]): e["algorithm"] for e in found} == {
-        (h200, 2048): "fused", (h100, 2048): "fused", (h200, 512): "ring", (h100, 512): "fused", (other, 512): "direct"
+        (h200, 2048): "fused", (h100, 2048): "fused", (h200, 512): "p2p", (h100, 512): "fused",
+        (other, 512): "low_latency",
     }  # fmt: skip
     shipped = {(e["op"], *e["shape"], e["dtype"], e["tp"], e["mode"]): e["algorithm"]
                for e in tune.current(tune.shipped()) if e["device"] == h200}  # fmt: skip
@@ -312,20 +316,20 @@ def test_outdated_entries_are_not_taken():
 
 
 def test_entries_of_results(tmp_path):
-    """Cases and modes of a result file; the simpler algorithm unless the other is quicker by 1 %."""
+    """Cases and modes of a result file; the simpler algorithm is selected unless the other is faster by 1 %."""
     rows = [
         {"op": op, "shape": shape[0] if shape else [64, 64, 64], "dtype": dtype, "tp": 2, "mode": mode,
          "algorithm": algorithm, "us": us}
         for op, dtype, mode, times, *shape in (
-            ("gemm_rs", "bf16", "graph", {"auto": 1.0, "sequential": 20.0, "ring": 10.0, "fused": 9.0}),
-            ("gemm_rs", "bf16", "eager", {"sequential": 20.0, "ring": 10.0, "fused": 5.0}),
-            ("ag_gemm", "fp8", "eager", {"sequential": 20.0, "ring": 10.0, "fused": 9.95}),
-            ("gemm_ar", "bf16", "graph", {"sequential": 10.0, "ring": 9.95}, [129, 64, 64]),
+            ("gemm_rs", "bf16", "graph", {"auto": 1.0, "sequential": 20.0, "p2p": 10.0, "fused": 9.0}),
+            ("gemm_rs", "bf16", "eager", {"sequential": 20.0, "p2p": 10.0, "fused": 5.0}),
+            ("ag_gemm", "fp8", "eager", {"sequential": 20.0, "p2p": 10.0, "fused": 9.95}),
+            ("gemm_ar", "bf16", "graph", {"sequential": 10.0, "p2p": 9.95}, [129, 64, 64]),
             ("gemm_ar", "bf16", "eager", {"sequential": 10.0, "fused": 5.0}, [129, 64, 64]),
             ("gemm_ar", "fp8", "eager", {"sequential": 10.0, "fused": 5.0}, [128, 64, 64]),
             ("all_reduce", "bf16", "graph", {"auto": 1.0}),
-            # Of some algorithms alone.
-            ("a2a_gemm", "bf16", "graph", {"auto": 1.0, "ring": 1.0}),
+            # Cases with only some of the algorithms.
+            ("a2a_gemm", "bf16", "graph", {"auto": 1.0, "p2p": 1.0}),
             ("gemm_rs", "bf16", "eager", {"fused": 1.0}, [1, 2, 3]),
             ("gemm_a2a", "bf16", "graph", {"sequential": 1.0}),
         )
@@ -337,10 +341,10 @@ def test_entries_of_results(tmp_path):
     assert found == {
         ("matmul_reduce_scatter", "graph"): "fused",
         ("matmul_reduce_scatter", "eager"): "fused",
-        ("scaled_all_gather_matmul", "eager"): "ring",
+        ("scaled_all_gather_matmul", "eager"): "p2p",
         ("matmul_all_reduce", "graph"): "sequential",
-        ("matmul_all_reduce", "eager"): "sequential",  # not what holds all SMs while it waits for those of others
-        ("scaled_matmul_all_reduce", "eager"): "fused",  # whose kernel of few rows leaves some
+        ("matmul_all_reduce", "eager"): "sequential",  # not the one that holds all SMs while it waits
+        ("scaled_matmul_all_reduce", "eager"): "fused",  # its kernel of few rows leaves some SMs
     }
     done = run_here("tune", "--results", str(path), "--cache", str(cache))
     assert done.returncode == 0, done.stderr
@@ -368,11 +372,11 @@ def test_the_command(tmp_path):
 def test_nothing_is_measured_for_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "other.json").write_text("{}")
-    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # nobody is there
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # no listener
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
     for name, message in (("file/cache.json", "expected a file that can be written in --cache"),
-                          ("other.json", "expected measured algorithms of format 2")):  # fmt: skip
+                          ("other.json", "expected measured algorithms of format 3")):  # fmt: skip
         done = run_here("tune", "--shapes", "8x8x8", "--cache", str(tmp_path / name))
         assert done.returncode == 2, done.stderr
         assert message in done.stderr

@@ -15,7 +15,7 @@ def as_list(result):
 
 
 def compare(function, x, batch_dim):
-    """Against one call for each element."""
+    """Compares with one call per element."""
     want = [as_list(function(element)) for element in x.unbind(batch_dim)]
     got = as_list(torch.vmap(function, in_dims=batch_dim)(x))
     for i, result in enumerate(got):
@@ -87,7 +87,7 @@ def vmap_rank(comm, algorithm, batch_dim):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("batch_dim", [0, 1])
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked"])
+@pytest.mark.parametrize("algorithm", ["sequential", "pipelined"])
 def test_vmap_equals_a_loop(size, algorithm, batch_dim):
     run_ranks(vmap_rank, size, algorithm, batch_dim, backend="local")
 

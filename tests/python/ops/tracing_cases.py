@@ -1,4 +1,4 @@
-"""A call or more of each operator, and the shapes of what it gives: see test_tracing.py."""
+"""Calls of each operator, and the shapes of its results: see test_tracing.py."""
 
 import torch
 
@@ -7,7 +7,7 @@ NOBODY = "no such communicator"
 
 
 def calls(size, comm=NOBODY, root=0):
-    """name -> (operator, shapes of its tensors, call). One or more of each operator."""
+    """Returns name -> (operator, shapes of its tensors, call). There is at least one of each operator."""
     ring = [rank for r in range(size) for rank in (r, (r + 1) % size)]
     return {
         "all_reduce": (raw.all_reduce, [(4, 6)], lambda x: (x, "sum", comm, size)),
@@ -37,7 +37,7 @@ def calls(size, comm=NOBODY, root=0):
         "all_gather_matmul": (
             raw.all_gather_matmul,
             [(4, 6), (5, 6), (3, 6), (3,)],
-            lambda x, w1, w2, b2: (x, [w1, w2], [None, b2], comm, size, 0, False, "chunked"),
+            lambda x, w1, w2, b2: (x, [w1, w2], [None, b2], comm, size, 0, False, "pipelined"),
         ),
         "all_gather_matmul 1": (
             raw.all_gather_matmul,
@@ -47,7 +47,7 @@ def calls(size, comm=NOBODY, root=0):
         "matmul_reduce_scatter": (
             raw.matmul_reduce_scatter,
             [(4, 6), (5, 6), (5,)],
-            lambda x, w, b: (x, w, b, comm, size, 0, "sum", "chunked"),
+            lambda x, w, b: (x, w, b, comm, size, 0, "sum", "pipelined"),
         ),
         "matmul_reduce_scatter 1": (
             raw.matmul_reduce_scatter,
@@ -57,12 +57,12 @@ def calls(size, comm=NOBODY, root=0):
         "matmul_all_reduce": (
             raw.matmul_all_reduce,
             [(2, 4, 6), (5, 6), (5,)],
-            lambda x, w, b: (x, w, b, comm, size, "sum", "chunked"),
+            lambda x, w, b: (x, w, b, comm, size, "sum", "pipelined"),
         ),
         "matmul_all_reduce_rms_norm": (
             raw.matmul_all_reduce_rms_norm,
             [(2, 4, 6), (5, 6), (5,), (2, 4, 5), (5,)],
-            lambda x, w, b, residual, g: (x, w, b, residual, g, comm, size, 1e-5, "chunked"),
+            lambda x, w, b, residual, g: (x, w, b, residual, g, comm, size, 1e-5, "pipelined"),
         ),
         "matmul_all_reduce_rms_norm 1": (
             raw.matmul_all_reduce_rms_norm,
@@ -77,12 +77,12 @@ def calls(size, comm=NOBODY, root=0):
         "all_to_all_matmul": (
             raw.all_to_all_matmul,
             [(4, 3, 2), (5, 2 * size), (5,)],
-            lambda x, w, b: (x, w, b, comm, size, "chunked"),
+            lambda x, w, b: (x, w, b, comm, size, "pipelined"),
         ),
         "matmul_all_to_all": (
             raw.matmul_all_to_all,
             [(4, 6), (2 * size, 6), (3 * size, 6), (3 * size,)],
-            lambda x, w1, w2, b2: (x, [w1, w2], [None, b2], comm, size, "chunked"),
+            lambda x, w1, w2, b2: (x, [w1, w2], [None, b2], comm, size, "pipelined"),
         ),
         "matmul_all_to_all 1": (
             raw.matmul_all_to_all,
@@ -92,7 +92,7 @@ def calls(size, comm=NOBODY, root=0):
         "bulk_overlap_matmul": (
             raw.bulk_overlap_matmul,
             [(3, 6), (5, 6), (5,), (4, 2)],
-            lambda x, w, b, other: (x, w, b, other, "all_gather", comm, size, 0, "chunked"),
+            lambda x, w, b, other: (x, w, b, other, "all_gather", comm, size, 0, "pipelined"),
         ),
         "bulk_overlap_matmul 1": (
             raw.bulk_overlap_matmul,
@@ -103,7 +103,7 @@ def calls(size, comm=NOBODY, root=0):
 
 
 def scaled_calls(size, comm=NOBODY):
-    """name -> (operator, call), of 8-bit floats: they have no gradient."""
+    """Returns name -> (operator, call), for 8-bit floats: they have no gradient."""
 
     def x(*shape):
         return torch.ones(*shape).to(torch.float8_e4m3fn)
@@ -114,7 +114,19 @@ def scaled_calls(size, comm=NOBODY):
     return {
         "scaled_all_gather_matmul": (
             gather,
-            lambda: (x(4, 16), s(), [x(8, 16)], [s()], [torch.ones(8)], comm, size, 0, torch.float32, True, "chunked"),
+            lambda: (
+                x(4, 16),
+                s(),
+                [x(8, 16)],
+                [s()],
+                [torch.ones(8)],
+                comm,
+                size,
+                0,
+                torch.float32,
+                True,
+                "pipelined",
+            ),
         ),
         "scaled_all_gather_matmul 1": (
             gather,
@@ -152,13 +164,25 @@ def scaled_calls(size, comm=NOBODY):
                 "avg",
                 torch.float32,
                 False,
-                "chunked",
+                "pipelined",
             ),
         ),
         "scaled_matmul_reduce_scatter 1": (scatter, lambda: (x(3, 4, 16), s(), x(8, 16), s(), None, comm, size, 1)),
         "scaled_matmul_all_reduce": (
             raw.scaled_matmul_all_reduce,
-            lambda: (x(3, 4, 16), s(), x(8, 16), s(), torch.ones(8), comm, size, "avg", torch.float32, True, "chunked"),
+            lambda: (
+                x(3, 4, 16),
+                s(),
+                x(8, 16),
+                s(),
+                torch.ones(8),
+                comm,
+                size,
+                "avg",
+                torch.float32,
+                True,
+                "pipelined",
+            ),
         ),
     }
 

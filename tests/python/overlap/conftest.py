@@ -1,4 +1,4 @@
-"""The folder on the path: rank processes import overlap_cases too."""
+"""Adds this folder to the path: rank processes import overlap_cases too."""
 
 import os
 import sys

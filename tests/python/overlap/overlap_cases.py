@@ -1,4 +1,4 @@
-"""Overlapped products of random data, every element of which is compared with products in fp64."""
+"""Overlapped products of random data; every element is compared with products in fp64."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PLAIN = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 CURRENT_SCALING = 3
 
-# The weight A and the activations B as they lie: (transa, transb).
+# Storage of the weight A and the activations B: (transa, transb).
 LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True), "TT": (True, True)}
 
 
 def share(tokens: int, size: int, rank: int) -> slice:
-    """The rows of a rank: equal parts, rounded up."""
+    """Returns the rows of a rank: equal parts, rounded up."""
     largest = -(-tokens // size)
     return slice(min(rank * largest, tokens), min((rank + 1) * largest, tokens))
 
@@ -53,7 +53,7 @@ def poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def check(actual: Tensor, expected: Tensor, error: Tensor, what: str) -> None:
-    """Every element, to its dtype's rounding and `error` before that."""
+    """Checks every element, to its dtype's rounding and an `error` before that."""
     dtype = actual.dtype
     allowed = error + expected.abs() * rounding(dtype) + torch.finfo(dtype).smallest_normal
     off = (actual.double() - expected).abs()
@@ -72,7 +72,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 class Draw:
-    """Random numbers that are equal wherever the seed is."""
+    """Random numbers that are equal for equal seeds."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ class Matrix:
         values = draw(rows, columns)
         self.scale_inv: Tensor | None = None
         if dtype in (E4M3, E5M2):
-            scale = torch.finfo(dtype).max / 16  # of normal values: none comes to 16
+            scale = torch.finfo(dtype).max / 16  # no normal value drawn reaches 16
             self.scale_inv = torch.tensor([1 / scale], dtype=torch.float32)
             values = (values / self.scale_inv.double()).to(dtype)
             self.values = values.double() * self.scale_inv.double()
@@ -99,7 +99,7 @@ class Matrix:
 
 
 def product(x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x w^T in fp64, and what sums in fp32 (fp64 of fp64) may be off."""
+    """Returns x w^T in fp64, and the error allowed for sums in fp32 (fp64 for fp64)."""
     unit = rounding(torch.float64 if dtype == torch.float64 else torch.float32)
     return x @ w.T, (x.abs() @ w.abs().T) * unit * (x.shape[1] + 8)
 
@@ -113,7 +113,7 @@ def make(ranks: Ranks, kind: Type, method: Method, shape: tuple[int, int], dtype
 
 
 def store_group(rank: int, size: int, store: Any, *, name: str = "outside", seconds: float = 30) -> to.OverlapGroup:
-    """A group of two callbacks over a Store."""
+    """Returns a group of two callbacks over a Store."""
     steps = itertools.count()
 
     def all_gather(mine: bytes) -> list[bytes]:
@@ -126,7 +126,7 @@ def store_group(rank: int, size: int, store: Any, *, name: str = "outside", seco
 
 
 def logged(call: Callable[[], Any]) -> str:
-    """What it writes to stderr."""
+    """Returns the output of `call` on stderr."""
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
@@ -149,7 +149,7 @@ def interleaving(seed: int) -> Iterator[None]:
 
 
 class Case:
-    """One buffer and a call on it, again and again with fresh data."""
+    """One buffer and a call on it, repeated with new data."""
 
     def __init__(self, comm: Ranks, tokens: int = 13, active: int | None = None, k: int = 32, n: int = 48) -> None:
         self.comm, self.rank, self.size = comm, comm.get_rank(), comm.get_size()
@@ -232,7 +232,7 @@ class Gather(Case):
             self.still_there()
 
     def still_there(self) -> None:
-        """The gathered rows lie in the buffer."""
+        """Checks that the gathered rows are in the buffer."""
         assert same(self.buffer.get_buffer(), self.expected), f"buffer of {self.what}"
         for r in range(self.size):
             part = self.expected[share(self.active, self.size, r)]
@@ -298,7 +298,7 @@ class Scatter(Case):
 
 
 class Bulk(Case):
-    """bulk_overlap: a product beside a collective that it has nothing to do with."""
+    """bulk_overlap: a product concurrent with an independent collective."""
 
     def __init__(self, comm: Ranks, kind: Type, dtype: torch.dtype = torch.float32, *, in_place: bool = True,
                  both: bool = False, out_dtype: torch.dtype | None = None, product_dtype: torch.dtype | None = None,
@@ -315,7 +315,7 @@ class Bulk(Case):
     def step(self, seed: int) -> None:
         draw, mine = Draw(seed), Draw(seed + 7919 * (self.rank + 1))
         parts = [Matrix(draw, self.active, self.n, self.dtype) for _ in range(self.size)]
-        # The product of a weight gradient, dw += dy^T x, with the rest of the layer around it.
+        # The product of a weight gradient, dw += dy^T x; the collective belongs to another part of the layer.
         dy = Matrix(mine, 16, self.k, self.product_dtype, transposed=True)
         x = Matrix(mine, self.k, 24, self.product_dtype)
         value, error = product(dy.values, x.values.T, self.product_dtype)

@@ -1,4 +1,5 @@
-"""Parameters that differ between ranks: an error on all of them that shows both values, however a buffer is made."""
+"""Parameters that differ between ranks: an error on all of them that shows both values, for every way to make a
+buffer."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch_overlap.testing import run_ranks
 PIPELINED: dict[str, Any] = {"comm_type": RS, "method": PIPELINE, "buffer_shape": [8, 16], "dtype": torch.float32}
 GATHERED = {**PIPELINED, "comm_type": AG, "method": RING}
 BESIDE = {**PIPELINED, "comm_type": AG, "method": BULK}
-# Every parameter: what all ranks have but one, and what that one has instead.
+# Every parameter: the value of all ranks but one, and the value of that one.
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "comm_type": (BESIDE, Type.NONE),
     "method": (PIPELINED, BULK),
@@ -58,7 +59,7 @@ def shown(config: to.CommOverlapConfig, name: str) -> str:
 
 
 def check(ranks: Any, name: str, odd: int, seed: int, by_number: bool = False) -> None:
-    """Rank `odd` has another value; afterwards the ranks fit together as before."""
+    """Rank `odd` has another value; afterwards the ranks match as before."""
     rank, size = ranks.get_rank(), ranks.get_size()
     base, value = CHANGES[name]
     changed = {**base, name: value}
@@ -112,7 +113,7 @@ def test_the_number_of_ranks(backend: str, seed: int) -> None:
 
 
 def run_class(comm: to.TorchComm, seed: int) -> None:
-    """The class that does not fit, on the last rank alone."""
+    """The last rank uses the wrong class."""
     rank, size = comm.get_rank(), comm.get_size()
     for cls, parameters, got in (
         (to.CommOverlapBase, GATHERED, "CommOverlapBase: expected method BULK or PIPELINE, got RING_EXCHANGE; use"),
@@ -131,7 +132,7 @@ def test_the_class_of_a_method(backend: str, seed: int) -> None:
 
 
 def test_every_parameter_is_here() -> None:
-    """Those of create_comm_overlap_buffer and of the configuration."""
+    """Parameters of create_comm_overlap_buffer and of the configuration."""
     config = to.CommOverlapConfig(RS, PIPELINE, [8, 16], torch.float32, 2)
     fields = {word.partition("=")[0] for word in repr(config).split()[1:] if "=" in word}
     assert fields == {"buffer_dtype" if name == "dtype" else name for name in CHANGES} | {"tp_size"}

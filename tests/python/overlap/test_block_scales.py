@@ -1,4 +1,4 @@
-"""8-bit rows with scales of blocks: all-gathered with their scales, reduced in parts of any rows."""
+"""8-bit rows with scales of blocks: all-gathered with their scales, reduced in parts with any number of rows."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MODES = [Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING, Mo
 
 
 def of_rows(mode: Mode) -> Mode:
-    """Of the activations of a product: 128 x 128 is for weights."""
+    """Returns the mode of the activations of a product: blocks of 128 x 128 are for weights."""
     return Mode.BLOCK_1D_SCALING if mode == Mode.BLOCK_2D_SCALING else mode
 
 
 def quantized(x: torch.Tensor, mode: Mode) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Data, scales, and the values."""
+    """Returns data, scales, and the values."""
     data, scale_inv, *_ = to.ops.quantize(x, mode, E4M3)
     return data, scale_inv, to.ops.dequantize(data, scale_inv, mode).double()
 
 
 def rows_of(draw: Draw, tokens: int) -> torch.Tensor:
-    """Rows whose magnitudes are far apart: a scale at a wrong row is seen."""
+    """Returns rows whose magnitudes differ widely, so that a misplaced scale is detected."""
     return draw(tokens, K) * 2.0 ** torch.randint(-8, 8, (tokens, 1), generator=draw.generator)
 
 
@@ -42,7 +42,7 @@ def run_gather(comm: to.TorchComm, seed: int, mode: Mode, tokens: int, actives: 
     for turn, active in enumerate(actives):
         draw = Draw(seed + turn)
         mine = share(active, size, rank)
-        # Each rank quantizes its rows alone.
+        # Each rank quantizes only its own rows.
         parts = [quantized(part, of_rows(mode)) for part in rows_of(draw, active).split(max(-(-active // size), 1))]
         values = torch.cat([value for *_, value in parts])
         weight, weight_scale, weight_value = quantized(Draw(seed + 100 + rank)(N, K), mode)
@@ -80,7 +80,7 @@ def run_gather(comm: to.TorchComm, seed: int, mode: Mode, tokens: int, actives: 
     ids=str,
 )
 def test_all_gather(mode: Mode, backend: str, size: int, options: dict[str, Any], seed: int) -> None:
-    # Blocks ask for multiples of 8 rows; MXFP8 takes any, uneven ends too.
+    # Blocks need multiples of 8 rows; MXFP8 supports any number, uneven ends too.
     actives = [8 * size, 16 * size] if mode != Mode.MXFP8_1D_SCALING else [8 * size, 5, 16 * size - 1]
     run_ranks(run_gather, size, seed, mode, 16 * size, actives, options, backend=backend, timeout=120)
 
@@ -108,11 +108,11 @@ def test_reduce_scatter_in_parts_of_few_rows(mode: Mode, seed: int) -> None:
     run_ranks(run_scatter, 3, seed, mode, 8)
 
 
-def run_pipeline(comm: to.TorchComm, seed: int, mode: Mode, atomic: bool, direct: bool, options: Any) -> None:
-    """Pieces are of features: scales of rows stay whole, those of weights are cut with them."""
+def run_pipeline(comm: to.TorchComm, seed: int, mode: Mode, atomic: bool, mapped: bool, options: Any) -> None:
+    """Pieces are sets of features: scales of rows stay whole, those of weights are split with them."""
     rank, size = comm.get_rank(), comm.get_size()
     draw, part, features = Draw(seed), 8, 256
-    pretence = None if direct else to._C._PretendUnreachable()
+    pretence = None if mapped else to._C._PretendUnreachable()
     buffer = make(
         comm, RS, PIPELINE, (part * size, features), torch.float32, num_splits=4, atomic_gemm=atomic, **options
     )
@@ -126,8 +126,8 @@ def run_pipeline(comm: to.TorchComm, seed: int, mode: Mode, atomic: bool, direct
         weights[rank][0], True, xs[rank][0], False, None, bias, rs_output=out,
         scaling_mode=mode, A_scale_inv=weights[rank][1], B_scale_inv=xs[rank][1],
     )  # fmt: skip
-    # At the blocks of weights that have such.
-    assert ", 2 products on " in buffer.last_path()  # whatever the scales: ranks cut alike
+    # Split at the blocks of the weights, if they have any.
+    assert ", 2 products on " in buffer.last_path()  # ranks split alike, for all scales
     mine = slice(rank * part, (rank + 1) * part)
     want = sum(x[2] @ w[2].T for x, w in zip(xs, weights, strict=True))[mine] + bias.double()
     allowed = sum(x[2].abs() @ w[2].T.abs() for x, w in zip(xs, weights, strict=True))[mine] * 2.0**-18 + 1e-6
@@ -136,18 +136,18 @@ def run_pipeline(comm: to.TorchComm, seed: int, mode: Mode, atomic: bool, direct
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize(
-    ("atomic", "direct", "options"),
+    ("atomic", "mapped", "options"),
     [(False, True, {}), (True, True, {"rs_overlap_first_gemm": True}), (False, False, {})],
     ids=str,
 )
 def test_reduce_scatter_in_pieces_of_features(
-    mode: Mode, atomic: bool, direct: bool, options: dict[str, Any], seed: int
+    mode: Mode, atomic: bool, mapped: bool, options: dict[str, Any], seed: int
 ) -> None:
-    run_ranks(run_pipeline, 3, seed, mode, atomic, direct, options)
+    run_ranks(run_pipeline, 3, seed, mode, atomic, mapped, options)
 
 
 def run_bulk(comm: to.TorchComm, seed: int, mode: Mode) -> None:
-    """The product of a bulk overlap may have any scaling: the collective has nothing to do with it."""
+    """The product of a bulk overlap may have any scaling: the collective is independent of it."""
     rank, size = comm.get_rank(), comm.get_size()
     draw = Draw(seed)
     x, w = quantized(rows_of(draw, 16), of_rows(mode)), quantized(draw(N, K), mode)
@@ -174,7 +174,7 @@ def test_products_beside_a_collective(mode: Mode, seed: int) -> None:
 
 
 def run_tiles(comm: to.TorchComm, seed: int) -> None:
-    """Scales in the order of tensor cores that nobody said to be so."""
+    """Swizzled scales that are not declared as such."""
     size, mode = comm.get_size(), Mode.MXFP8_1D_SCALING
     buffer = make(comm, AG, RING, (128 * size, K), E4M3)
     x, x_scale, _ = quantized(Draw(seed)(128, K), mode)

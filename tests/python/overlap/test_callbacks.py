@@ -1,4 +1,4 @@
-"""Buffers over two callbacks of an outside framework: a Store, a process group of torch.distributed."""
+"""Buffers over two callbacks of an external framework: a Store, a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -115,13 +115,12 @@ def test_wrong_callbacks(seed: int) -> None:
 
 
 def run_unreachable(rank: int, size: int, store: Any) -> None:
-    """Without a communicator there is no other way."""
+    """Without a communicator there is no fallback."""
     pretence = to._C._PretendUnreachable()
     try:
         with pytest.raises(
             to.UnsupportedError,
-            match="CommOverlap: expected ranks that reach each other's memory, or a "
-            "communicator; ranks are told not to",
+            match="CommOverlap: expected ranks that reach each other's memory, or a communicator; ranks pretend that",
         ):
             make(store_group(rank, size, store), AG, BULK, (8, 16), torch.float32)
     finally:
@@ -133,7 +132,7 @@ def test_ranks_out_of_reach_need_a_communicator() -> None:
 
 
 def run_lifetime(rank: int, size: int, store: Any, seed: int) -> None:
-    """The buffer outlives the group, and what the callbacks were made of."""
+    """The buffer outlives the group, and the objects of which the callbacks were made."""
     case = Scatter(store_group(rank, size, store), RING)
     case.comm = None
     for turn in range(3):

@@ -30,7 +30,7 @@ from overlap_cases import (
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
 
-ROUNDS = 3  # calls one after another, with nothing between them
+ROUNDS = 3  # calls back to back
 BACKENDS = [("gloo", 1), ("gloo", 2), ("gloo", 3), ("gloo", 4), ("local", 6), ("local", 8)]
 SIZES = pytest.mark.parametrize(("backend", "size"), BACKENDS)
 
@@ -53,7 +53,7 @@ def even(size: int) -> list[bool]:
 
 
 def orders(size: int) -> list[dict[str, bool]]:
-    """Ways to gather: straight from the owners, passed on, two chunks at a time."""
+    """Ways to gather: directly from the owners, forwarded, two chunks at a time."""
     return [{}, {"relay_ag": True}, *([{"aggregate_ag": True}] if size % 2 == 0 else [])]
 
 
@@ -72,7 +72,7 @@ def test_split_overlap_ag(backend: str, size: int, seed: int) -> None:
 
 @SIZES
 def test_split_overlap_ag_of_8_bits(backend: str, size: int, seed: int) -> None:
-    """The buffer may be of bytes or of the operand's type, the factor an argument or the buffer's."""
+    """The buffer may have bytes or the operand's dtype; the factor is an argument or the buffer's."""
     cases = [
         (Gather, (x,), {"weight_dtype": w, "buffer_dtype": buffer, "out_dtype": out, "fill": buffer == x and fill,
                         "epilogue": "bias", "options": {"aggregate_ag": aggregate}})
@@ -110,7 +110,7 @@ def test_split_overlap_rs(backend: str, size: int, method: to.CommOverlapMethod,
         cases += [
             (Scatter, (method,), {"n": n, "options": {"num_splits": splits, "rs_overlap_first_gemm": first}})
             for splits in (1, 2, 3, 7)
-            for n in (8, 50)  # fewer pieces than asked for, and uneven ones
+            for n in (8, 50)  # fewer pieces than requested, and uneven ones
             for first in (False, True)
         ]
     run(cases, backend, size, seed)
@@ -159,7 +159,7 @@ def test_bulk_overlap_external_ag(backend: str, size: int, seed: int) -> None:
 @SIZES
 @pytest.mark.parametrize("active", [0, 1, 2, 5, 12, 16])
 def test_active_tokens(backend: str, size: int, active: int, seed: int) -> None:
-    """None, fewer than ranks, uneven ends, and all that fit."""
+    """No tokens, fewer than ranks, uneven ends, and the maximum."""
     sizes = {"tokens": 16, "active": active}
     cases: list[Any] = [(Gather, (), {"fill": fill, "options": options, **sizes})
                         for options in orders(size) for fill in (False, True)]  # fmt: skip
@@ -193,7 +193,7 @@ def test_active_tokens_change_from_call_to_call(backend: str, size: int, seed: i
 
 
 def run_atomic_pair(comm: to.TorchComm, seed: int, dtype: torch.dtype, aggregate: bool) -> None:
-    """The pair of a layer: gather, product, GELU, product, scatter; as the split methods do it, bit by bit."""
+    """The pair of a layer: gather, product, GELU, product, scatter; equal to the split methods, bit by bit."""
     tokens, k, n = 14, 32, 48
     gathers = [Gather(comm, dtype, atomic=a, tokens=tokens, options={"aggregate_ag": aggregate}) for a in (True, False)]
     scatters = [Scatter(comm, RING, dtype, atomic=a, tokens=tokens) for a in (True, False)]

@@ -24,7 +24,7 @@ def run_first_call_of_a_late_rank(comm: TorchComm, seed: int) -> None:
     config = to.CommOverlapConfig(Type.AG, Method.RING_EXCHANGE, [4 * size, 8], torch.float64, size)
     buffer = to.CommOverlapP2PBase(comm, config)
     if rank == size - 1:
-        time.sleep(0.2)  # the others are in their call
+        time.sleep(0.2)  # the others have entered their call
     buffer.get_buffer().fill_(float("nan"))
     x, w = draw(4 * size, 8, seed=seed), draw(3, 8, seed=seed + 1 + rank)
     y = torch.empty(4 * size, 3, dtype=torch.float64)
@@ -41,9 +41,9 @@ def run_odd_biases(comm: TorchComm, seed: int) -> None:
     x, w = draw(6, 8, seed=seed), draw(10, 8, seed=seed + 1)
     columns = draw(10, 2, seed=seed + 2)
     for bias in (columns[:, 0], columns[0, 0].expand(10), columns.flatten()[::2]):
-        y = to.ops.matmul_reduce_scatter(x.repeat(size, 1), w, comm, bias, algorithm="ring")
+        y = to.ops.matmul_reduce_scatter(x.repeat(size, 1), w, comm, bias, algorithm="p2p")
         torch.testing.assert_close(y, size * (x @ w.T) + bias, rtol=1e-12, atol=1e-12)
-        (z,), _ = to.ops.all_gather_matmul(x + rank, [w], comm, [bias], algorithm="ring")
+        (z,), _ = to.ops.all_gather_matmul(x + rank, [w], comm, [bias], algorithm="p2p")
         expected = torch.cat([(x + r) @ w.T for r in range(size)]) + bias
         torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-12)
 
@@ -53,12 +53,12 @@ def test_a_bias_with_any_strides(seed: int) -> None:
 
 
 def run_uneven_rows(comm: TorchComm, seed: int) -> None:
-    """Products of exactly 2 MiB: what the ranks send each other is more, and must have room."""
+    """Products of exactly 2 MiB: the ranks send each other more than that, and the memory must be large enough."""
     rank, size = comm.get_rank(), comm.get_size()
     for rows, columns in ((4096, 256), (1024, 1024), (5, 7)):
         xs = [draw(rows, 8, seed=seed + r, dtype=torch.bfloat16) for r in range(size)]
         w = draw(columns, 8, seed=seed + 10, dtype=torch.bfloat16)
-        y = to.ops.matmul_all_reduce(xs[rank], w, comm, algorithm="ring")
+        y = to.ops.matmul_all_reduce(xs[rank], w, comm, algorithm="p2p")
         expected = sum((x.double() @ w.double().T).bfloat16().double() for x in xs)
         torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2**-5)
 
@@ -68,7 +68,8 @@ def test_rows_that_ranks_cannot_share_evenly(seed: int) -> None:
 
 
 def run_blocks(comm: TorchComm, seed: int) -> None:
-    """So many elements that they go in blocks of rows, each gathered beside the next: small integers, so exact."""
+    """The product is so large that it is split into blocks of rows; each is gathered during the next. Integers make
+    it exact."""
     rank, size = comm.get_rank(), comm.get_size()
     rows, columns = 8191, 4200
     xs = [torch.randint(-3, 4, (rows, 4), generator=torch.Generator().manual_seed(seed + r)) for r in range(size)]
@@ -76,7 +77,7 @@ def run_blocks(comm: TorchComm, seed: int) -> None:
     bias = torch.arange(columns) % 5 + rank
     for op, with_bias in (("sum", True), ("avg", False)):
         given = bias.bfloat16() if with_bias else None
-        y = to.ops.matmul_all_reduce(xs[rank].bfloat16(), w, comm, given, op=op, algorithm="ring")
+        y = to.ops.matmul_all_reduce(xs[rank].bfloat16(), w, comm, given, op=op, algorithm="p2p")
         expected = sum(xs[1:], xs[0]).bfloat16() @ w.T / (size if op == "avg" else 1)
         assert torch.equal(y, expected + given if with_bias else expected)
 
@@ -113,7 +114,7 @@ def test_chunks_are_passed_on_to_the_neighbour_only_where_that_is_asked_for() ->
 
 
 def run_gradients_into_the_buffer(comm: TorchComm, seed: int) -> None:
-    """The gradient of an input is multiplied into the buffer, whose sum then hides under that of the weight."""
+    """The product of an input's gradient is written to the buffer; its sum is overlapped with the weight's gradient."""
     rank, size = comm.get_rank(), comm.get_size()
     tokens, outputs, features = 4 * size, 6, 8
     config = to.CommOverlapConfig(Type.RS, Method.BULK, [tokens, features], torch.float64, size)
@@ -131,7 +132,7 @@ def run_gradients_into_the_buffer(comm: TorchComm, seed: int) -> None:
     torch.testing.assert_close(weight_grad, grad.T @ x, rtol=1e-12, atol=1e-12)
     mine = sum(g @ w for g, w in zip(grads, weights, strict=True)).chunk(size)[rank]
     torch.testing.assert_close(buffer.get_buffer(local_chunk=True), mine, rtol=1e-12, atol=1e-12)
-    # Nothing is put on the lanes but the product and the sum, which reads the buffers where they are.
+    # The lanes run only the product and the sum, which reads the buffers in place.
     assert [line.split(": ")[2].split(" ")[0] for line in log.splitlines()] == ["sum", "product"]
 
 

@@ -1,4 +1,4 @@
-"""What a class does not have, and parameters that a buffer cannot have: refused on all ranks, in the same words."""
+"""Unsupported calls of a class, and invalid parameters of a buffer: refused on all ranks, with the same message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def t(*shape: int, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> t
     return torch.zeros(*shape, device=device).to(dtype)
 
 
-# --- What a class has -----------------------------------------------------------------------------------------------
+# --- Support by class -----------------------------------------------------------------------------------------------
 
 BUFFERS = [(Type.NONE, BULK), (AG, BULK), (RS, BULK), (RS, PIPELINE), (AG, RING), (RS, RING)]
 SUPPORTED = {
@@ -171,7 +171,7 @@ def config_of(comm: to.TorchComm, **changes: Any) -> to.CommOverlapConfig:
 
 
 def refuse_config(comm: to.TorchComm, changes: dict[str, Any], error: type[Exception], match: str) -> None:
-    """Wrong on all ranks, then on the last one; afterwards a good one at once."""
+    """Invalid on all ranks, then on the last one; a valid call follows at once."""
     config = config_of(comm, **changes)
     cls = to.CommOverlapP2PBase if config.method == RING else to.CommOverlapBase
     with pytest.raises(error, match=rf"^CommOverlap: .*{match}"):

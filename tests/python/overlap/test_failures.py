@@ -1,4 +1,4 @@
-"""Ranks that do not come, and communicators that end: errors name what happened, in time, and nothing hangs."""
+"""Ranks that do not call, and communicators that end: errors name the cause, in time, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from overlap_cases import AG, BULK, PIPELINE, RING, RS, Bulk, Case, External, Ga
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
 
-SECONDS = 3.0  # of a wait that expires
-OUTSIDE_SECONDS = 30.0  # of a group of callbacks: all its waits have the same
+SECONDS = 3.0  # limit of a wait that expires
+OUTSIDE_SECONDS = 30.0  # limit of a group of callbacks: all its waits have the same
 
 METHODS: dict[str, tuple[str, Callable[[Ranks], Case]]] = {
     "ag": ("split_overlap_ag", Gather),
@@ -30,7 +30,7 @@ METHODS: dict[str, tuple[str, Callable[[Ranks], Case]]] = {
 
 
 def call_of(name: str, case: Case) -> Callable[[], None]:
-    """The call alone, with data of no interest."""
+    """Returns the call by itself, with arbitrary data."""
     b, tokens = case.buffer, case.tokens
     if name == "external":
         return lambda: b.bulk_overlap_external_ag(b)
@@ -62,7 +62,7 @@ def new_comm(rank: int, size: int, store: Any, **options: Any) -> to.TorchComm:
 
 
 def run_late(rank: int, size: int, store: Any, seed: int, name: str, outside: bool) -> float:
-    """The last rank stays away from the second call."""
+    """The last rank does not make the second call."""
     seconds = OUTSIDE_SECONDS if outside else SECONDS
     group = store_group(rank, size, store, seconds=seconds) if outside else new_comm(rank, size, store)
     case, other = METHODS[name][1](group), Gather(group)
@@ -102,13 +102,14 @@ def test_a_rank_that_does_not_come_is_named(name: str, seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_rank_of_a_group_that_does_not_come_is_named(seed: int) -> None:
-    """What a group was made with bounds its waits, and so also those before."""
+    """The timeout of a group is set when it is made and bounds all its waits, including those before the second
+    call."""
     for took in run_ranks(run_late, 3, seed, "ag", True, comm=False, timeout=180)[:2]:
         assert OUTSIDE_SECONDS * 0.9 < took < OUTSIDE_SECONDS + 30
 
 
 def run_absent(comm: to.TorchComm) -> None:
-    """A buffer that one rank does not make: an error on the others, and the communicator is as it was."""
+    """A buffer that one rank does not make: an error on the others, and the communicator stays usable."""
     if comm.get_rank() == 0:
         comm.set_timeout(timedelta(seconds=1))
         with pytest.raises(to.OperationTimeoutError):
@@ -140,10 +141,10 @@ def run_dead(comm: to.TorchComm, seed: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["finalize", "abort"])
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "unreachable"])
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "unreachable"])
 @pytest.mark.parametrize("backend", ["gloo", "local"])
-def test_after_the_end_of_the_communicator(backend: str, how: str, direct: bool, seed: int) -> None:
-    run_ranks(run_dead if direct else run_dead_unreachable, 2, seed, how, backend=backend)
+def test_after_the_end_of_the_communicator(backend: str, how: str, mapped: bool, seed: int) -> None:
+    run_ranks(run_dead if mapped else run_dead_unreachable, 2, seed, how, backend=backend)
 
 
 def run_dead_unreachable(comm: to.TorchComm, seed: int, how: str) -> None:
@@ -196,7 +197,7 @@ def test_after_reconfigure(seed: int) -> None:
 
 
 def run_dropped(comm: to.TorchComm) -> None:
-    """One rank drops its buffer between calls: the others are told, and may drop theirs."""
+    """One rank drops its buffer between calls: the others get an error, and may drop theirs."""
     buffer = make(comm, AG, BULK, (8, 16), torch.float32)
     comm.barrier(async_op=False)
     if comm.get_rank() == 1:

@@ -93,7 +93,7 @@ def test_bulk(size: int, seed: int) -> None:
 
 
 def uneven(comm: TorchComm, seed: int, rows: list[tuple[int, ...]]) -> None:
-    """What is scattered has any number of rows up to the buffer's; the last ranks get what is left."""
+    """A reduce-scatter may have any number of rows up to the buffer's; the last ranks get the remainder."""
     rank, size = comm.get_rank(), comm.get_size()
     ids = {method: to.create_comm_overlap_buffer(comm, Type.NONE if method == Method.BULK else Type.RS, method,
                                                  (TOKENS + 1, N), torch.float64)
@@ -131,12 +131,12 @@ def test_rows_that_the_ranks_do_not_share_equally(size: int, seed: int) -> None:
 
 
 def test_parts_of_several_dimensions(seed: int) -> None:
-    """7 x 3 rows by 4 ranks: 6 rows each, so 2 of the first dimension, and 1 is left."""
+    """7 x 3 rows on 4 ranks: 6 rows each, which are 2 of the first dimension; the last rank has 1 of it."""
     run_ranks(uneven, 4, seed, [(7, 3), (8, 3)])
 
 
 def fewer(comm: TorchComm, seed: int) -> None:
-    """As many gathered rows on all ranks, and fewer than the buffer has."""
+    """All ranks have the same number of gathered rows, which is less than the buffer's."""
     rank, size = comm.get_rank(), comm.get_size()
     ring = to.create_comm_overlap_buffer(comm, Type.AG, Method.RING_EXCHANGE, (TOKENS + 1, K), torch.float64)
     bulk = to.create_comm_overlap_buffer(comm, Type.AG, Method.BULK, (TOKENS + 1, K), torch.float64)
@@ -150,7 +150,7 @@ def fewer(comm: TorchComm, seed: int) -> None:
         *_, aux = OP(x, None, w, None, aux_in=mine, comm_type=2, comm_overlap_method=1, comm_overlap_id=bulk,
                      rhs_transposed=True)  # fmt: skip
         assert torch.equal(aux, x)
-    # A rank does not know of the others' rows: that they differ is an error on all.
+    # A rank does not know the others' numbers of rows: if they differ, all ranks get an error.
     part = torch.zeros(3 - (rank == size - 1), K, dtype=torch.float64)
     with pytest.raises(to.Error, match=f"expected the same number of rows on all ranks, got {len(part) * size}"):
         OP(part, None, w, None, comm_type=2, comm_overlap_method=3, comm_overlap_id=ring, rhs_transposed=True)
@@ -171,7 +171,7 @@ MODES = [
 
 
 def scaled(comm: TorchComm, seed: int, mode: Mode) -> None:
-    """8-bit operands with the scales of each mode: gathered, summed, and beside a collective."""
+    """8-bit operands with the scales of each mode: gathered, summed, and concurrent with a collective."""
     rank, size, k, n, rows = comm.get_rank(), comm.get_size(), 256, 256, 8
     of_rows = Mode.BLOCK_1D_SCALING if mode == Mode.BLOCK_2D_SCALING else mode
     ring, bulk = Method.RING_EXCHANGE, Method.BULK
@@ -251,7 +251,7 @@ def wrong(comm: TorchComm) -> None:
     ]:  # fmt: skip
         with pytest.raises(kind, match=message):
             call(**arguments)
-    y, *_ = call()  # nothing was sent: all ranks still fit together
+    y, *_ = call()  # nothing was sent: all ranks still match
     assert y.shape == (TOKENS, N)
     to.destroy_comm_overlap_buffer(id)
     with pytest.raises(to.InvalidValueError, match="which was destroyed"):
@@ -278,7 +278,7 @@ def test_errors() -> None:
 
 
 def unchanged(comm: TorchComm) -> None:
-    """A call that is refused leaves the buffer, and how many tokens of it are active, as they are."""
+    """A call that is refused leaves the buffer, and its number of active tokens, unchanged."""
     size = comm.get_size()
     f64 = torch.float64
     bulk = to.create_comm_overlap_buffer(comm, Type.NONE, Method.BULK, (TOKENS, K), f64)
@@ -290,7 +290,7 @@ def unchanged(comm: TorchComm) -> None:
         buffer = to.comm_overlap_buffer(id)
         held = draw(*buffer.get_buffer().shape, seed=comm.get_rank())
         buffer.copy_into_buffer(held)
-        bias = torch.ones(rhs.shape[1])  # of float32, which the last of all checks refuses
+        bias = torch.ones(rhs.shape[1])  # float32: refused by the last check
         with pytest.raises(to.InvalidTypeError, match=r"expected .*bias"):
             OP(lhs, None, rhs, None, bias, fuse_bias=True, aux_in=aux, comm_type=kind, comm_overlap_method=method,
                comm_overlap_id=id, rhs_axis_boundary=1)  # fmt: skip
@@ -331,7 +331,7 @@ def wrong_bulk(comm: TorchComm) -> None:
          1, torch.zeros(size + 1, size, K, dtype=torch.float64)),
         ("^gemm: expected aux_in, which the collective of method BULK takes, got none", 2, None),
     ]:  # fmt: skip
-        if comm.get_rank() == size - 1:  # by one rank alone: had it sent anything, the call below would be wrong
+        if comm.get_rank() == size - 1:  # only on one rank: had it sent anything, the call below would be wrong
             with pytest.raises(to.InvalidValueError, match=message):
                 call(comm_type, aux)
         aux_out = call(1, rows(TOKENS) + comm.get_rank())[3]

@@ -46,7 +46,7 @@ def good(kind: str) -> Arguments:
 
 
 def bad(kind: str) -> dict[str, Arguments]:
-    """What of a good call is replaced, by what is wrong then."""
+    """Returns the replaced arguments of a valid call, by the name of the mistake."""
     created, method, dtype, call_type = KINDS[kind]
     is_bulk, gathers = method == Method.BULK, call_type == Type.AG
     call = good(kind)
@@ -89,7 +89,7 @@ def bad(kind: str) -> dict[str, Arguments]:
             "aux boundary": {"aux_axis_boundary": 0},
         }
         if gathers:
-            del wrong["integers in aux_in"]  # any bytes are gathered
+            del wrong["integers in aux_in"]  # any bytes can be gathered
         if dtype == E4M3:
             wrong["no factor"] = {}
             wrong["sum in 8 bits"] = {"out_dtype": E4M3, "out_scale": t(1)}
@@ -118,7 +118,7 @@ def call_gemm(id: int, arguments: Arguments) -> Any:
 
 
 def held(buffer: Any) -> torch.Tensor:
-    """All of the buffer, whatever part of it is active, as bytes."""
+    """Returns the whole buffer, including its inactive part, as bytes."""
     active = buffer.active_tokens()
     buffer.set_active_tokens(TOKENS)
     copy = buffer.get_buffer().clone().view(torch.uint8)
@@ -136,7 +136,7 @@ def refused(comm: to.TorchComm, kind: str, seed: int) -> None:
     buffer.copy_into_buffer(fill)
     buffer.set_active_tokens(TOKENS - 3)
     before = held(buffer)
-    if comm.get_rank() == SIZE - 1:  # by one rank alone: had it sent anything, the call below would be wrong
+    if comm.get_rank() == SIZE - 1:  # only on one rank: had it sent anything, the call below would be wrong
         for name, changes in bad(kind).items():
             with pytest.raises((to.Error, RuntimeError)) as caught:
                 call_gemm(id, {**good_call, **changes})

@@ -23,7 +23,8 @@ BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 def calls(comm: TorchComm) -> dict[str, tuple[dict[str, Any], Callable[[int, int], list[Tensor]]]]:
-    """Options of each way, and its operands of so many tokens for a seed: lhs, rhs and, in bulk, aux_in."""
+    """Returns the options of each kind of call, and its operands by the number of tokens and a seed: lhs, rhs and,
+    in bulk, aux_in."""
     size = comm.get_size()
 
     def draw(seed: int, *sizes: tuple[int, int]) -> list[Tensor]:
@@ -86,7 +87,7 @@ def test_compile_fullgraph(seed: int, backend: str, dynamic: bool) -> None:
 
 
 def unused(comm: TorchComm, seed: int, backend: str) -> None:
-    """Ranks compile functions that differ: one reads nothing of a call of which it has a part."""
+    """Ranks compile different functions: one does not read the result of a call in which it takes part."""
     for options, operands in calls(comm).values():
         torch._dynamo.reset()
         rank, tensors = comm.get_rank(), operands(TOKENS, seed)
@@ -96,7 +97,7 @@ def unused(comm: TorchComm, seed: int, backend: str) -> None:
             return tensors[0] + 1 if rank == 1 else result
 
         compiled = torch.compile(function, backend=backend, fullgraph=True)
-        for turn in range(2):  # what one rank left out would be found here
+        for turn in range(2):  # the second turn would detect a call that one rank left out
             tensors = operands(TOKENS, seed + turn)
             torch.testing.assert_close(compiled(*tensors), function(*tensors), rtol=1e-12, atol=1e-12)
 
@@ -107,7 +108,7 @@ def test_a_call_whose_result_one_rank_does_not_use_is_still_made(seed: int, back
 
 
 def ordered(comm: TorchComm, seed: int, backend: str) -> None:
-    """Two calls, of which one rank uses the second alone. Inductor keeps the order where that is asked for."""
+    """Two calls, of which one rank uses only the second. Inductor keeps the order if it is requested."""
     for options, operands in calls(comm).values():
         torch._dynamo.reset()
         rank, tensors = comm.get_rank(), operands(TOKENS, seed)

@@ -1,4 +1,4 @@
-"""What the options of a buffer change: which products there are, on which lanes, in which order. Seen in the log."""
+"""Effects of a buffer's options: the products, their lanes and their order, read from the log."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LOG = {"TORCH_OVERLAP_LOG_CHUNKS": "1"}
 ROWS, K, N = 4, 8, 96  # rows of a rank
 
 
-def log_of(comm: to.TorchComm, gathers: bool, method: Any, direct: bool = True, **options: Any) -> list[str]:
-    """What one call put on its lanes, in order: "rows x columns on lane", "exchange" or "sum"."""
+def log_of(comm: to.TorchComm, gathers: bool, method: Any, mapped: bool = True, **options: Any) -> list[str]:
+    """Returns the operations of one call in order: "rows x columns on lane", "exchange" or "sum"."""
     size = comm.get_size()
-    pretence = None if direct else to._C._PretendUnreachable()
+    pretence = None if mapped else to._C._PretendUnreachable()
     tokens = ROWS * size
     buffer = make(comm, AG if gathers else RS, method, (tokens, K if gathers else N), torch.float64, **options)
     del pretence
@@ -44,9 +44,9 @@ def run_splits(comm: to.TorchComm) -> None:
     for splits in (1, 2, 3, 6):
         want = [f"{2 * ROWS} x {N // splits} on {i % 3}" for i in range(splits)]
         assert products(log_of(comm, False, PIPELINE, num_splits=splits)) == want
-    # A piece has 8 columns or more, which is what products with block scales take: all ranks cut alike.
+    # A piece has at least 8 columns, which products with block scales need: all ranks split alike.
     assert len(products(log_of(comm, False, PIPELINE, num_splits=64))) == -(-N // 8)
-    for splits in (1, 5):  # chunks are one for each rank
+    for splits in (1, 5):  # one chunk per rank
         assert len(products(log_of(comm, True, RING, num_splits=splits))) == 2
 
 
@@ -70,7 +70,7 @@ def run_aggregate(comm: to.TorchComm) -> None:
     for aggregate, count in ((False, 4), (True, 2)):
         log = log_of(comm, True, RING, aggregate_ag=aggregate)
         assert [line.split(" on ")[0] for line in products(log)] == [f"{4 // count * ROWS} x {N}"] * count
-        assert log.count("exchange") == 3  # chunks travel alone
+        assert log.count("exchange") == 3  # chunks are sent one by one
 
 
 def test_aggregate_ag_makes_half_as_many_products_of_two_chunks() -> None:
@@ -91,15 +91,15 @@ def test_sums_from_the_memory_of_others_are_logged_too() -> None:
 
 
 def run_first(comm: to.TorchComm) -> None:
-    """Two ranks that do not sum from each other's memory have one exchange for each piece; else only sums."""
-    for direct in (False, True):
+    """Two ranks that do not sum from each other's memory have one exchange per piece; otherwise there are only sums."""
+    for mapped in (False, True):
         orders = {}
         for first in (False, True):
-            log = log_of(comm, False, PIPELINE, direct, num_splits=4, rs_overlap_first_gemm=first)
+            log = log_of(comm, False, PIPELINE, mapped, num_splits=4, rs_overlap_first_gemm=first)
             kinds = {"exchange": "R", "sum": "S"}
             orders[first] = "".join(kinds.get(line, "G") for line in log)
         wanted = {False: "GRGRGRGR", True: "GGRGRGRR"}
-        assert orders == {k: v.replace("R", "S" if direct else "RS") for k, v in wanted.items()}
+        assert orders == {k: v.replace("R", "S" if mapped else "RS") for k, v in wanted.items()}
 
 
 def test_rs_overlap_first_gemm_issues_a_product_before_the_reduction_of_the_one_before_it() -> None:

@@ -1,4 +1,4 @@
-"""Many calls, in any order that lanes and ranks may take: several buffers, late ranks, random interleavings, groups."""
+"""Many calls in any order of lanes and ranks: several buffers, late ranks, random interleavings, groups."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_interleaved(comm: to.TorchComm, seed: int, seeds: int, unreachable: bool
 @pytest.mark.stress
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("gloo", 3), ("gloo", 4), ("local", 6)])
 def test_random_interleavings(backend: str, size: int, seed: int) -> None:
-    """50 orders of every method's lanes, drawn by each rank for itself (of threads: by the last that set it)."""
+    """50 orders of every method's lanes, drawn by each rank for itself (with threads: by the last one that set it)."""
     run_ranks(run_interleaved, size, seed, 50 * STRESS, False, backend=backend, timeout=100 + 300 * STRESS)
 
 
@@ -86,7 +86,7 @@ def test_random_interleavings_of_sends_and_receives(backend: str, size: int, see
 
 
 def run_many(comm: to.TorchComm, seed: int, calls: int, sleeps: bool, mixed: bool) -> None:
-    """Each call on a buffer of the dice's choice, equal on all ranks; sleeps are a rank's own."""
+    """Each call uses a random buffer, equal on all ranks; sleeps differ by rank."""
     dice, own = random.Random(seed), random.Random(seed + comm.get_rank() + 1)
     cases = all_methods(comm)
     names = list(cases) if mixed else ["ag", "rs ring", "rs pipeline", "bulk rs", "bulk ag"]
@@ -103,7 +103,7 @@ def test_two_hundred_calls_one_after_another(backend: str, size: int, sleeps: bo
 
 
 def run_same_again(comm: to.TorchComm, seed: int, name: str) -> None:
-    """The same call 200 times, results compared afterwards: nothing lies between two calls."""
+    """The same call 200 times back to back; results are compared afterwards."""
     rank, size = comm.get_rank(), comm.get_size()
     tokens, k, n = 8 * size, 16, 24
     own = random.Random(seed + rank)
@@ -140,7 +140,7 @@ def test_a_call_may_follow_another_at_once(backend: str, size: int, name: str, s
 
 
 def run_content_stays(comm: to.TorchComm, seed: int) -> None:
-    """One rank stays with what a call left, while the others are in the next one already."""
+    """One rank still reads the result of a call while the others have started the next one."""
     cases = [Gather(comm, fill=True), Bulk(comm, AG, torch.bfloat16), External(comm)]
     rs = Bulk(comm, RS)
     for turn in range(2 * comm.get_size()):
@@ -157,11 +157,11 @@ def run_content_stays(comm: to.TorchComm, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("gloo", 4), ("local", 3)])
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "unreachable"])
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "unreachable"])
 def test_what_a_call_leaves_stays_until_the_next_call_of_this_rank(
-    backend: str, size: int, direct: bool, seed: int
+    backend: str, size: int, mapped: bool, seed: int
 ) -> None:
-    run_ranks(run_content_stays if direct else run_content_stays_unreachable, size, seed, backend=backend, timeout=120)
+    run_ranks(run_content_stays if mapped else run_content_stays_unreachable, size, seed, backend=backend, timeout=120)
 
 
 def run_content_stays_unreachable(comm: to.TorchComm, seed: int) -> None:
@@ -183,7 +183,7 @@ def run_groups(comm: to.TorchComm, seed: int) -> None:
     dice = random.Random(seed)
     for call in range(60):
         which = dice.randrange(len(groups))
-        name = dice.choice(sorted(cases[3]))  # that every group has
+        name = dice.choice(sorted(cases[3]))  # every group has these
         cases[which][name].step(seed + call)
     del cases
     for group in groups[1:]:
@@ -196,7 +196,7 @@ def test_buffers_of_several_groups_at_once(backend: str, size: int, seed: int) -
 
 
 def run_threads(comm: to.TorchComm, seed: int) -> None:
-    """Each buffer on a thread of its own."""
+    """Each buffer is used on a thread of its own."""
     cases = list(all_methods(comm).values())
     failures: list[BaseException] = []
 
@@ -221,7 +221,7 @@ def test_buffers_on_several_threads(backend: str, size: int, seed: int) -> None:
 
 
 def run_deleted(comm: to.TorchComm, seed: int) -> None:
-    """A rank may drop a buffer while others still use what they have of it; views keep their memory."""
+    """A rank may drop a buffer while others still use its memory; views keep their memory alive."""
     kept = []
     for turn in range(10):
         case = Gather(comm, fill=True)

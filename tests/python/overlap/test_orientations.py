@@ -1,4 +1,4 @@
-"""8-bit operands whose rows do not run along k, by their columnwise data, and scales in the order of tensor cores."""
+"""8-bit operands whose rows are not contiguous along k, by their columnwise data, and swizzled scales."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ by_name = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 
 
 def quantized(x: Tensor, mode: Mode) -> Quantized:
-    """Of magnitudes that are far apart along both dimensions; with its columns."""
+    """Returns a matrix whose magnitudes differ widely along both dimensions, with its columnwise data."""
     far = [2.0 ** torch.arange(n).remainder(9).sub(4) for n in x.shape]
     return quantize((x * far[0][:, None] * far[1]).float(), mode, columnwise=True)
 
 
 def along(x: Quantized, transposed: bool) -> Tensor:
-    """Its values as a product along its rows, or along its columns, has them: [rows, cols] in both cases."""
+    """Returns the values used by a product along its rows, or along its columns: [rows, cols] in both cases."""
     return x.transposed().dequantize().double().t() if transposed else x.dequantize().double()
 
 
 def operand(name: str, x: Quantized, columnwise: bool) -> dict[str, Any]:
-    """With `columnwise` the rows as they lie, which no product of 8 bits reads, are nothing but a shape."""
+    """With `columnwise` the rowwise data only gives the shape: no 8-bit product reads it."""
     given = {f"{name}_scale_inv": x.scale_inv}
     if columnwise:
         given |= {f"{name}_columnwise_data": x.columnwise_data, f"{name}_columnwise_scale_inv": x.columnwise_scale_inv}
         if x.scaling_mode == Mode.CURRENT_TENSOR_SCALING:
-            del given[f"{name}_columnwise_scale_inv"]  # the same
+            del given[f"{name}_columnwise_scale_inv"]  # the same tensor
     return given
 
 
 def close(got: Tensor, x: Tensor, w: Tensor, others: list[tuple[Tensor, Tensor]] | None = None) -> None:
-    """got [m, n] = x [m, k] w [n, k]^T, and as many products more, but for sums in fp32."""
+    """Checks got [m, n] = x [m, k] w [n, k]^T plus the products of `others`, within the error of sums in fp32."""
     pairs = [(x, w), *(others or [])]
     want = sum(a @ b.t() for a, b in pairs)
     allowed = sum(a.abs() @ b.t().abs() for a, b in pairs) * 2.0**-18 + 1e-30
@@ -50,7 +50,8 @@ def close(got: Tensor, x: Tensor, w: Tensor, others: list[tuple[Tensor, Tensor]]
 
 
 def gradient_rank(comm: to.TorchComm, seed: int, mode: Mode) -> None:
-    """dx = dy w beside a gather, dw = dy^T x beside a sum: no operand of the second runs along tokens."""
+    """dx = dy w concurrent with a gather, dw = dy^T x concurrent with a sum: no operand of the second is contiguous
+    along tokens."""
     rank, size, draw = comm.get_rank(), comm.get_size(), Draw(seed)
     buffer = make(comm, to.CommOverlapType.NONE, BULK, (4 * size, 32), torch.float32)
     dy, x, w = quantized(draw(PART, N), mode), quantized(draw(PART, K), mode), quantized(draw(N, K), mode)
@@ -80,7 +81,7 @@ def test_gradients_beside_collectives(mode: Mode, seed: int) -> None:
 
 
 def gather_rank(comm: to.TorchComm, seed: int, mode: Mode, atomic: bool) -> None:
-    """all_gather(dy) w, whose weight [n, k] lies across k."""
+    """all_gather(dy) w, whose weight [n, k] is not contiguous along its inner dimension."""
     rank, size, draw = comm.get_rank(), comm.get_size(), Draw(seed)
     buffer = make(comm, AG, RING, (PART * size, N), E4M3, atomic_gemm=atomic)
     rows = quantized(draw(PART * size, N), mode)
@@ -100,7 +101,7 @@ def test_gathered_rows_by_a_weight_across_k(mode: Mode, atomic: bool, seed: int)
 
 
 def scatter_rank(comm: to.TorchComm, seed: int, mode: Mode, method: Any, atomic: bool) -> None:
-    """The sum of x^T w, both across k."""
+    """The sum of x^T w; neither operand is contiguous along the inner dimension."""
     rank, size, draw = comm.get_rank(), comm.get_size(), Draw(seed)
     buffer = make(comm, RS, method, (PART * size, N), torch.float32, atomic_gemm=atomic)
     xs = [quantized(draw(K, PART * size), mode) for _ in range(size)]
@@ -122,7 +123,7 @@ def test_sums_of_operands_across_k(mode: Mode, method: Any, atomic: bool, seed: 
 
 
 def swizzled_rank(comm: to.TorchComm, seed: int) -> None:
-    """A weight may have its scales in the order of tensor cores; rows too, where nothing is gathered."""
+    """A weight may have swizzled scales; rows too, if nothing is gathered."""
     rank, size, draw = comm.get_rank(), comm.get_size(), Draw(seed)
     xs = [quantized(draw(PART * size, K), MX) for _ in range(size)]
     ws = [quantized(draw(N, K), MX) for _ in range(size)]
@@ -174,7 +175,7 @@ def refused_rank(comm: to.TorchComm) -> None:
     with pytest.raises(to.UnsupportedError, match="got swizzled ones; use unswizzle_scales"):
         call({"B_scale_inv": to.ops.swizzle_scales(x.scale_inv), "B_scales_swizzled": True}, **columns)
     with pytest.raises(to.InvalidValueError, match="scale_inv of rhs"):
-        call(rows, A_columnwise_data=w.columnwise_data)  # of blocks: not those of the rows
+        call(rows, A_columnwise_data=w.columnwise_data)  # for blocks these differ from those of the rows
     call(rows, **columns)
 
 

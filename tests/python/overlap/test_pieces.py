@@ -1,4 +1,4 @@
-"""Products in pieces: the pieces are such as the product takes, and what each has only a part of is put together."""
+"""Products in pieces: the product supports each piece, and results of which each has only a part are combined."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 
 
 def pipelined(comm: to.TorchComm, mode: Mode, seed: int) -> None:
-    """Any number of features that the whole product takes, in any number of pieces."""
+    """Any number of features that the whole product supports, in any number of pieces."""
     rank, of_rows = comm.get_rank(), Mode.BLOCK_1D_SCALING if mode == Mode.BLOCK_2D_SCALING else mode
     tokens, failed = 16, []
     for features in (8, 24, 40, 48, 104, 128, 136):
@@ -58,7 +58,7 @@ def test_pipeline_chooses_pieces_that_are_allowed(mode: Mode, seed: int) -> None
 
 
 def blocks_of_few_rows(comm: to.TorchComm) -> None:
-    """16 tokens, which 4 ranks share in fours: the message speaks of these."""
+    """4 ranks share 16 tokens by four: the message names these numbers."""
     size, tokens, features = comm.get_size(), 16, 32
     x, x_scale, *_ = to.ops.quantize(torch.ones(tokens, K), Mode.BLOCK_1D_SCALING)
     w, w_scale, *_ = to.ops.quantize(torch.ones(features, K), Mode.BLOCK_1D_SCALING)
@@ -75,7 +75,7 @@ def blocks_of_few_rows(comm: to.TorchComm) -> None:
             to.ops.gemm(a, s, w, w_scale, rhs_transposed=True, scaling_mode=4, out_dtype=torch.float32,
                         comm_overlap_method=method, comm_type=int(kind), comm_overlap_id=id)  # fmt: skip
         to.destroy_comm_overlap_buffer(id)
-    # Products of two ranks' chunks have eight.
+    # Products of two ranks' chunks have eight tokens.
     id = to.create_comm_overlap_buffer(comm, Type.AG, Method.RING_EXCHANGE, (tokens, K), x.dtype, aggregate_ag=True)
     y, *_ = to.ops.gemm(own, own_scale, w, w_scale, rhs_transposed=True, scaling_mode=4, out_dtype=torch.float32,
                         comm_overlap_method=3, comm_type=2, comm_overlap_id=id)  # fmt: skip

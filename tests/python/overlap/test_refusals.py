@@ -1,4 +1,4 @@
-"""Calls that are refused: before anything is sent, on the rank that is wrong, and the buffer is as good as before."""
+"""Calls that are refused raise before anything is sent, on the rank at fault, and the buffer stays usable."""
 
 from __future__ import annotations
 
@@ -188,7 +188,8 @@ def bad_bulks(case: Bulk) -> dict[str, Bad]:
 
 
 def refuse(comm: to.TorchComm, case: Case, bad: dict[str, Bad], seed: int) -> None:
-    """Each by the last rank alone; then a good call of all. Had anything been sent, that would be wrong or late."""
+    """Only the last rank makes each one; then all make a valid call. Had anything been sent, that would be wrong or
+    late."""
     for i, (name, (call, error, match)) in enumerate(bad.items()):
         if comm.get_rank() == comm.get_size() - 1:
             try:
@@ -212,10 +213,10 @@ def run_refusals(comm: to.TorchComm, seed: int, name: str) -> None:
         refuse(comm, case, bad_bulks(case), seed)
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "unreachable"])
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "unreachable"])
 @pytest.mark.parametrize("name", ["AG", "RS RING", "RS PIPELINE", "BULK AG", "BULK RS"])
-def test_wrong_calls_are_refused_before_anything_is_sent(name: str, direct: bool, seed: int) -> None:
-    run_ranks(run_refusals if direct else run_refusals_unreachable, 2, seed, name)
+def test_wrong_calls_are_refused_before_anything_is_sent(name: str, mapped: bool, seed: int) -> None:
+    run_ranks(run_refusals if mapped else run_refusals_unreachable, 2, seed, name)
 
 
 def run_refusals_unreachable(comm: to.TorchComm, seed: int, name: str) -> None:
@@ -268,7 +269,7 @@ def test_buffers_of_8_bits(seed: int) -> None:
 
 
 def run_blocks(comm: to.TorchComm, seed: int) -> None:
-    """Products of blocks take rows in eights, which this rank's are not."""
+    """Products with block scales need multiples of eight rows, which this rank does not have."""
     case = Scatter(comm, RING, torch.bfloat16)
     x, w = t(13, 128, dtype=E4M3), t(48, 128, dtype=E4M3)
     with pytest.raises(to.InvalidValueError, match=r"^split_overlap_rs: expected m and n to be multiples of 8"):

@@ -1,4 +1,4 @@
-"""Buffers by number: equal parameters give one buffer, numbers are never used again, threads and ranks agree."""
+"""Buffers by number: equal parameters give one buffer, numbers are never reused, threads and ranks agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_overlap import CommOverlapHelper
 from torch_overlap.testing import run_ranks
 
 BASE: dict[str, Any] = {"comm_type": RS, "method": PIPELINE, "buffer_shape": (8, 16), "dtype": torch.float32}
-# One parameter each that makes another buffer of it.
+# Parameters each of which gives another buffer.
 CHANGES: list[dict[str, Any]] = [
     {"comm_type": AG, "method": BULK}, {"method": BULK}, {"method": RING}, {"buffer_shape": (16, 16)},
     {"buffer_shape": (8, 32)}, {"buffer_shape": (16, 8)}, {"dtype": torch.bfloat16}, {"dtype": torch.float64},
@@ -34,7 +34,7 @@ def run_equal(comm: to.TorchComm) -> None:
     first = create(comm)
     assert first > 0
     assert create(comm) == first
-    # What is the default says the same as nothing.
+    # Explicit defaults are equal to omitted parameters.
     assert create(comm, tp_size=comm.get_size(), num_splits=4, num_max_streams=3, use_ce=False) == first
     entry = to.comm_overlap_buffers()[first]
     assert (entry.comm, entry.holds) == (comm.get_name(), 3)
@@ -87,7 +87,7 @@ def run_dead(comm: to.TorchComm) -> None:
             to.InvalidValueError, match=rf"expected comm_overlap_id to be the id of a live buffer, got {dead}{why}$"
         ):
             to.comm_overlap_buffer(dead)
-    # Who holds the object goes on with it.
+    # A holder of the object can still use it.
     out = torch.full((8 // comm.get_size(), 16), -1.0)
     buffer.split_overlap_rs(torch.ones(16, 4), True, torch.ones(8, 4), False, None, rs_output=out)
     assert (out == 4 * comm.get_size()).all()
@@ -121,7 +121,7 @@ def test_destroy_all() -> None:
 
 
 def run_comms(comm: to.TorchComm) -> None:
-    """The same parameters on two communicators, and on one that took the name of another."""
+    """The same parameters on two communicators, and on one that has the name of another."""
     first = comm.split(list(range(comm.get_size())), "again")
     ids = [create(comm), create(first)]
     first.finalize()
@@ -177,7 +177,7 @@ def test_ranks_as_threads() -> None:
 
 
 def at_once(*bodies: Any) -> list[Any]:
-    """Results of functions that run at once."""
+    """Returns the results of functions that run concurrently."""
     barrier, results = threading.Barrier(len(bodies)), {}
 
     def run(i: int) -> None:
@@ -196,7 +196,7 @@ def at_once(*bodies: Any) -> list[Any]:
 
 
 def run_threads(comm: to.TorchComm) -> None:
-    """Many threads create what is there, look it up, list all and destroy, all at once."""
+    """Many threads create an existing buffer, look it up, list all and destroy it, all concurrently."""
     mine = create(comm)
 
     def body(seed: int) -> None:
@@ -219,7 +219,7 @@ def test_threads() -> None:
 
 
 def run_first_threads(comm: to.TorchComm) -> None:
-    """Threads that ask for what is not there yet."""
+    """Threads request a buffer that does not exist yet."""
     for turn in range(5):
         ids = at_once(*[lambda: create(comm, buffer_shape=(8, 16 + turn))] * 4)  # noqa: B023  (called here)
         assert set(ids) == {ids[0]}, ids
@@ -234,7 +234,7 @@ def test_equal_requests_at_once_get_one_buffer() -> None:
 
 
 def run_threads_of_two_communicators(comm: to.TorchComm) -> None:
-    """Each rank's threads come in another order."""
+    """The threads of each rank run in another order."""
     comms = [comm, comm.split(list(range(comm.get_size())), "other")]
     order = comms if comm.get_rank() == 0 else comms[::-1]
     for _ in range(5):
@@ -260,7 +260,7 @@ def run_helper(comm: to.TorchComm) -> None:
     assert helper.create(comm) == id
     config = to.comm_overlap_buffer(id).config
     assert (config.num_comm_sm, config.num_max_streams, config.atomic_gemm) == (2, 5, True)
-    # The rest is what is usual for the method.
+    # The rest are the defaults of the method.
     assert (config.num_splits, config.use_ce, config.set_sm_margin, config.comm_cga_size) == (
         comm.get_size(),
         True,
@@ -273,7 +273,7 @@ def run_helper(comm: to.TorchComm) -> None:
     assert (pipeline.num_splits, pipeline.use_ce, pipeline.set_sm_margin) == (4, False, True)
     assert (pipeline.num_comm_sm, pipeline.comm_cga_size) == (16, 2)
     assert pipeline != config
-    # Clusters are of kernels: none gathers with copy engines, but one sums.
+    # Only kernels have clusters: a gather with copy engines has no kernel, but a sum has one.
     for kind, use_ce, cluster in ((AG, True, 1), (AG, False, 2), (RS, True, 2), (to.CommOverlapType.NONE, True, 2)):
         bulk = to.CommOverlapConfig(kind, BULK, [8, 16], torch.float32, 2, use_ce=use_ce)
         assert (bulk.use_ce, bulk.comm_cga_size) == (use_ce, cluster)
@@ -304,7 +304,7 @@ def test_what_was_refused_has_no_number() -> None:
 
 
 def test_numbers_of_the_enums() -> None:
-    """Those of the JAX extension of Transformer Engine, and one more."""
+    """The numbers are those of Transformer Engine's JAX extension, and one more."""
     assert [(e.name, int(e)) for e in to.CommOverlapType] == [("NONE", 0), ("RS", 1), ("AG", 2)]
     assert [int(e) for e in to.CommOverlapMethod] == [0, 1, 2, 3]
     assert [e.name for e in to.CommOverlapMethod] == ["NONE", "BULK", "PIPELINE", "RING_EXCHANGE"]

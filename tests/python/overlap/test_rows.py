@@ -1,4 +1,4 @@
-"""Ranks that do not mean the same rows: an error on all of them, with both numbers, and at once."""
+"""Ranks whose numbers of rows differ: an error on all of them, with both numbers, and at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from test_failures import METHODS, call_of
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
 
-SECONDS = 60  # of a wait that expires: the error comes long before
+SECONDS = 60  # limit of a wait: the error is raised long before
 
 
 def run_differing_tokens(comm: to.TorchComm, name: str, seed: int) -> None:
@@ -46,17 +46,17 @@ def test_active_tokens_that_differ(name: str, backend: str, size: int, seed: int
 
 
 def run_differing_shapes(comm: to.TorchComm, seed: int) -> None:
-    """An operator whose channel is there: nobody notices before the ranks meet."""
+    """The channel of the operator exists, so the mismatch is detected only on the device."""
     draw = Draw(seed)
     weight = draw(8, 16)
-    to.ops.all_gather_matmul(draw(32, 16), [weight], comm, algorithm="ring")
+    to.ops.all_gather_matmul(draw(32, 16), [weight], comm, algorithm="p2p")
     rows = 16 + comm.get_rank()
     with pytest.raises(to.InvalidValueError, match=f"number of rows on all ranks, got {2 * rows} on rank"):
-        to.ops.all_gather_matmul(draw(rows, 16), [weight], comm, algorithm="ring")
+        to.ops.all_gather_matmul(draw(rows, 16), [weight], comm, algorithm="p2p")
     with pytest.raises(to.UnsupportedError, match="an earlier operation ended half way; reconfigure"):
-        to.ops.all_gather_matmul(draw(32, 16), [weight], comm, algorithm="ring")
-    # Through the communicator it goes on.
-    (y,), _ = to.ops.all_gather_matmul(torch.ones(4, 16), [torch.ones(8, 16)], comm, algorithm="chunked")
+        to.ops.all_gather_matmul(draw(32, 16), [weight], comm, algorithm="p2p")
+    # The communicator stays usable.
+    (y,), _ = to.ops.all_gather_matmul(torch.ones(4, 16), [torch.ones(8, 16)], comm, algorithm="pipelined")
     assert (y == 16).all()
 
 
@@ -65,13 +65,14 @@ def test_shapes_that_differ(seed: int) -> None:
 
 
 def run_differing_ways(comm: to.TorchComm, seed: int) -> None:
-    """They write to other places, and wait for other flags: one would read what nobody wrote."""
+    """The operators write to different places, and wait for different flags: one would read memory that nobody
+    wrote."""
     draw = Draw(seed)
     rank = comm.get_rank()
-    x, weight, other = draw(2, 8), draw(16, 8), draw(32, 16)  # which is two rows of a shared buffer, too
+    x, weight, other = draw(2, 8), draw(16, 8), draw(32, 16)  # also two rows of a shared buffer
 
     def scatter() -> None:
-        to.ops.matmul_reduce_scatter(x, weight, comm, algorithm="ring")
+        to.ops.matmul_reduce_scatter(x, weight, comm, algorithm="p2p")
 
     def bulk() -> None:
         to.ops.bulk_overlap_matmul(x, weight, other, comm, collective="reduce_scatter", algorithm="bulk")

@@ -1,4 +1,4 @@
-"""Ranks that cannot reach each other's memory: every method goes through the communicator, and last_path() says why."""
+"""Ranks that cannot reach each other's memory: every method uses the communicator, and last_path() has the reason."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_cases(comm: to.TorchComm, seed: int, cases: list[tuple[type[Case], tuple
         atomic = getattr(case, "atomic", False)
         name = PATH[kind].replace("split", "atomic_gemm") if atomic else PATH[kind]
         assert path.startswith(f"{name}: send and receive, "), path
-        assert path.endswith(" (ranks are told not to use each other's memory)"), path
+        assert path.endswith(" (ranks pretend that peers' memory is unreachable)"), path
 
 
 @pytest.mark.parametrize(
@@ -85,15 +85,15 @@ def run_both(comm: to.TorchComm, seed: int) -> None:
     pretence = to._C._PretendUnreachable()
     sent = Gather(comm)
     del pretence
-    comm.barrier(async_op=False)  # threads share the pretence
-    direct = Gather(comm)
+    comm.barrier(async_op=False)  # threads share the setting
+    mapped = Gather(comm)
     for turn in range(5):
         sent.step(seed + turn)
-        direct.step(seed + turn)
+        mapped.step(seed + turn)
         assert sent.buffer.last_path().startswith("split_overlap_ag: send and receive, ")
         size = comm.get_size()
         streams = min(size, 3)
-        assert direct.buffer.last_path() == f"split_overlap_ag: shared memory, {size} products on {streams} streams"
+        assert mapped.buffer.last_path() == f"split_overlap_ag: shared memory, {size} products on {streams} streams"
 
 
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("local", 4)])

@@ -18,14 +18,14 @@ PREFIX = "trace_rank_"
 
 @pytest.fixture(autouse=True)
 def _table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The analyzer prints batches with `tabulate`, and fails where that is not installed."""
+    """The analyzer prints batches with `tabulate`, and fails if that is not installed."""
     from torch.distributed.flight_recorder.components import utils
 
     monkeypatch.setattr(utils, "tabulate", lambda *args, **kwargs: str(args), raising=False)
 
 
 def analyze(folder: Path, *options: str) -> Any:
-    """The analyzer's database of the dumps in `folder`."""
+    """Returns the analyzer's database of the dumps in `folder`."""
     from torch.distributed.flight_recorder import fr_trace
 
     fr_trace.main([str(folder), "--prefix", PREFIX, "-o", str(folder / "database"), *options])
@@ -95,7 +95,7 @@ def point_to_point(comm: to.TorchComm, folder: str) -> None:
     to.flight_recorder.reset()
     x = torch.ones(3)
     other = rank ^ 1
-    for _ in range(2):  # its numbers are those of the collectives around it
+    for _ in range(2):  # its numbers are those of the surrounding collectives
         if rank < 2:
             comm.send(x, other, False) if rank == 0 else comm.recv(x, other, False)
         comm.all_reduce(x, to.ReduceOp.SUM, False)
@@ -118,7 +118,7 @@ def test_messages_and_batches_match(tmp_path: Path) -> None:
 
 
 def lonely(rank: int, size: int, store: object, folder: str, fault: str) -> None:
-    """Ranks that never meet: what each of them records is up to the test."""
+    """The ranks never communicate: the test defines what each of them records."""
     with to.new_comm("fake", torch.device("cpu"), name="tp", rank=rank, size=size) as comm:
         to.flight_recorder.reset()
         x = torch.ones(4)
@@ -137,7 +137,7 @@ def lonely(rank: int, size: int, store: object, folder: str, fault: str) -> None
 
 
 def pickled_json(folder: Path) -> Path:
-    """What the dumps say in JSON, as files that the analyzer loads."""
+    """Converts the JSON dumps to files that the analyzer loads."""
     for rank in range(4):
         trace = json.loads((folder / "json" / f"{rank}.json").read_text())
         (folder / "json" / f"{PREFIX}{rank}").write_bytes(pickle.dumps(trace))

@@ -1,4 +1,4 @@
-"""The hooks that come with the package: NaN check, log of calls, health."""
+"""The hooks of the package: NaN check, log of calls, health."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_log_has_a_line_an_event(comm: to.TorchComm, tmp_path: Path) -> None
 
 
 def wait_for(path: Path) -> None:
-    """For a rank that must not leave before another one is done: its end would be an error there."""
+    """Waits, for a rank that must not leave before another one is done: its end would be an error there."""
     deadline = time.monotonic() + 60
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -244,7 +244,7 @@ def test_torchs_control_plane_serves_health_and_recorder(comm: to.TorchComm) -> 
 
     from torch._C._distributed_c10d import _WorkerServer
 
-    folder = tempfile.TemporaryDirectory()  # short: the name of a socket has 107 characters at most
+    folder = tempfile.TemporaryDirectory()  # short: the path of a socket has at most 107 characters
     path = folder.name + "/socket"
     server = _WorkerServer(path)
     try:

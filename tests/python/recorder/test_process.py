@@ -1,4 +1,4 @@
-"""The recorder in processes of its own: what the environment says, and how a process ends."""
+"""The recorder in processes of its own: its environment variables, and the end of a process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch, torch_overlap as to
 comm = to.new_comm("fake", torch.device("cpu"), name="c", rank=0, size=1)
 """
 HOOK = 'lambda: print("abort hook sees", sorted(glob.glob(where + "*")), file=sys.stderr)'
-# Two ranks as threads, of which one never calls: the other one's timeout ends the process.
+# Two ranks as threads, of which one never calls: the timeout of the other ends the process.
 TIMEOUT = f"""
 import glob, os, sys, threading
 from datetime import timedelta
@@ -80,7 +80,7 @@ def test_the_end_says_what_happened_where_python_waits_and_how_to_turn_it_off(tm
     assert "TORCHCOMM_ABORT_ON_ERROR=0" in lines[-1]
 
 
-# The thread that waits holds Python's lock, so that no stack can be written.
+# The waiting thread holds Python's lock, so no stack can be written.
 STUCK = (
     TIMEOUT.replace(
         "        comm.all_reduce(torch.ones(5), to.ReduceOp.SUM, False)",
@@ -119,7 +119,7 @@ def test_a_disk_that_is_full_half_way_leaves_no_part_of_a_dump(tmp_path: Path) -
     result = run(limit + TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert result.returncode == -signal.SIGABRT
     check_a_failed_dump(result.stderr)
-    assert "File too large" in result.stderr  # some of it was written: the limit of files, as that of a disk
+    assert "File too large" in result.stderr  # a part was written: the limit of files acts like that of a disk
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,7 +139,7 @@ def test_an_abort_hook_that_hangs_has_ten_seconds(tmp_path: Path) -> None:
     assert 10 < time.monotonic() - begin < 10 + 60  # torch is imported first
 
 
-# The failed rank's health is asked for after its abort hooks, when without a wait the process is as good as gone.
+# The failed rank's health is queried after its abort hooks, when the process would be about to end without a wait.
 POLLED = TIMEOUT.replace(HOOK, "hooks_ran.set").replace(
     "threads = [",
     """
@@ -284,11 +284,11 @@ def test_a_handler_that_hands_the_signal_back_is_no_loop(tmp_path: Path) -> None
     )
     result = run(code, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert (result.returncode, result.stdout) == (0, "ended\n"), result.stderr
-    assert result.stderr.count("Current thread") == 1  # faulthandler's turn came
+    assert result.stderr.count("Current thread") == 1  # faulthandler ran
     assert pickle.loads((tmp_path / "t_0").read_bytes())["reason"] == f"signal {int(signal.SIGUSR2)}"
 
 
-# The handler before is entered on the thread `first`, then on `second`, and left in the same order.
+# The previous handler is entered on the thread `first`, then on `second`, and left in the same order.
 TWO_THREADS = """
 import ctypes, threading
 calls, both_in, first_out, second_out = [], *(threading.Event() for _ in range(3))

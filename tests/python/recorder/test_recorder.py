@@ -1,4 +1,4 @@
-"""The flight recorder by its Python interface: what it keeps, and what it costs nobody."""
+"""The Python interface of the flight recorder: its entries, and its cost."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_files_appear_whole_and_by_the_users_mask(comm: to.TorchComm, tmp_path: 
         assert flight_recorder.dump(tmp_path / "one.json") == [str(tmp_path / "one.json")]
     finally:
         os.umask(before)
-    # Where other ranks were threads of this process and are not gone yet, all files have their rank's number.
+    # If other ranks are threads of this process and still alive, all files have their rank's number.
     mine = next(path for path in (tmp_path / "one", tmp_path / f"one{comm.get_rank()}") if str(path) in files)
     assert stat.S_IMODE(mine.stat().st_mode) == 0o640
     assert json.loads((tmp_path / "one.json").read_text())["entries"][0]["op"] == "all_reduce"
@@ -199,7 +199,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_caller(comm: to.TorchC
     with pytest.raises(to.Error, match=r"expected to write .*No such file"):
         flight_recorder.dump(tmp_path / "nowhere" / "x")
     _, hard = limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))  # as a disk that becomes full on the way
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))  # like a disk that becomes full on the way
     try:
         with pytest.raises(to.Error, match=r"expected to write .*File too large"):
             flight_recorder.dump(tmp_path / "x")

@@ -23,7 +23,7 @@ KNOWN = {"torch_overlap.ops.gather", "to.explain", "torch.ops.torch_overlap.gath
 
 
 def faults(tmp_path: Path, text: str) -> list[str]:
-    """Returns what the checker prints of a page with this text in that tree, without its last line."""
+    """Returns the output of the checker for a page with this text in that tree, without its last line."""
     for name, content in {**TREE, "docs/page.md": text}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)

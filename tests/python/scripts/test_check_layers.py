@@ -13,7 +13,7 @@ main = runpy.run_path(str(Path(__file__).resolve().parents[3] / "scripts" / "che
 
 
 def check(tmp_path: Path, files: dict[str, str]) -> str:
-    """What the checker prints of a tree of these files; empty where it is content."""
+    """Returns the output of the checker for a tree of these files; empty if it finds nothing."""
     root = tmp_path / "csrc" / "torch_overlap"
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

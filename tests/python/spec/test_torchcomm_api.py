@@ -1,8 +1,8 @@
 """The published TorchComm API page, block by block: each code block is one test, in its order.
 
 A block that shows a signature is called with its documented argument names; an example runs as it is written, with
-torch_overlap for torchcomms, on gloo with the CPU for cuda, and on nccl where there are two GPUs. Where the page is
-wrong, the test says what is put right.
+torch_overlap for torchcomms, on gloo with the CPU for cuda, and on nccl if there are two GPUs. If the page is wrong,
+the test names the correction.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def ones(comm: TorchComm, *shape: int) -> torch.Tensor:
 
 
 def own(comm: TorchComm, *shape: int) -> torch.Tensor:
-    """Filled with the rank + 1."""
+    """Returns a tensor filled with the rank + 1."""
     return ones(comm, *shape) * (comm.get_rank() + 1)
 
 
 def check(tensor: torch.Tensor, *expected: float) -> None:
-    """Row r of the tensor is filled with expected[r]."""
+    """Checks that row r of the tensor is filled with expected[r]."""
     rows = tensor.cpu().view(len(expected), -1)
     assert rows.tolist() == [[value] * rows.shape[1] for value in expected]
 
@@ -366,7 +366,7 @@ def is_completed(rank: int, size: int, given: Any, backend: str, device_type: st
             given.wait(["rank 0 has looked"])
         work = comm.all_reduce(x, ReduceOp.SUM, True)
         if rank == 0:
-            assert work.is_completed() is False  # rank 1 has not come
+            assert work.is_completed() is False  # rank 1 has not called
             given.set("rank 0 has looked", "")
         work.wait_blocking()
         assert work.is_completed() is True
@@ -392,11 +392,11 @@ def test_block_23_wait(run: Callable[[Body], None]) -> None:
     run(wait)
 
 
-# 24 to 27: the examples. The page's store is a FileStore under /tmp; rank and size come from the launcher.
+# 24 to 27: the examples. The page's store is a FileStore under /tmp; the launcher sets rank and size.
 
 
 class in_environment:
-    """The launcher's variables: what torchrun would have set."""
+    """Sets the variables that torchrun would have set."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.names = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
@@ -435,7 +435,7 @@ def asynchronous(rank_: int, size_: int, _: object, backend: str, device_type: s
         rank = comm.get_rank()
         send_tensor = torch.ones(10, device=device) * rank
         recv_tensor = torch.zeros(10, device=device)
-        send_tensor += 5  # rank 0 sends zeros on the page: nothing would be seen to arrive
+        send_tensor += 5  # rank 0 sends zeros on the page: their arrival could not be seen
         if rank == 0:
             work = comm.send(send_tensor, dst=1, async_op=True)
         else:
@@ -518,7 +518,7 @@ def test_every_block_is_a_test() -> None:
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if "(" in block and "." not in block])
 def test_every_signature_is_ours(block: str) -> None:
-    """The documented parameters, by name and order, are the first ones that the method has."""
+    """The documented parameters, by name and order, are the first ones of the method."""
     name, arguments = block.removesuffix(")").split("(")
     documented = [argument.split("=")[0].strip() for argument in arguments.split(",") if argument]
     owner = torch_overlap.TorchWork if name in ("is_completed", "wait") else TorchComm

@@ -1,4 +1,4 @@
-"""A transformer block whose code knows nothing of ranks, and how its parameters lie on tensor-parallel ranks."""
+"""A transformer block whose code has no ranks, and the layouts of its parameters on tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ class Block(nn.Module):
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Of a model of tokens to logits."""
+    """Returns the loss of a model from tokens to logits."""
     return F.cross_entropy(model(tokens).permute(0, 2, 1), targets)

@@ -1,4 +1,4 @@
-"""A function on every rank of a mesh, where what it sends is counted and what it makes is compared."""
+"""Runs a function on every rank of a mesh, counts its sends, and compares its results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch_overlap.testing import run_ranks
 MESHES = ("dp=1,tp=2", "dp=2,tp=1", "dp=2,tp=2", "dp=1,tp=4", "dp=4,tp=1", "dp=2,tp=4", "dp=4,tp=2", "dp=3,tp=2",
           "dp=2,tp=2,pp=2", "dp=2,tp=2,pp=4")  # fmt: skip
 
-# Operations of communicators, as plans call them.
+# Names of the communicators' operations in plans.
 KINDS = {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter",
          "all_to_all_single": "all_to_all", "batch_op_issue": "permute"}  # fmt: skip
 
@@ -44,9 +44,9 @@ class Rank:
 
     Attributes:
         mesh: The connected mesh.
-        index: The place of this rank in it.
+        index: The position of this rank in it.
         draw: Random numbers, the same on every rank.
-        what: What is looked at, for messages.
+        what: The subject of the check, for messages.
     """
 
     def __init__(self, mesh: Any, seed: int, sub_axes: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ class Rank:
         return torch.randint(high, shape, generator=self._generator)
 
     def place(self, x: Tensor, layout: Any) -> Sharded:
-        """`x`, laid out; pending values as random terms that add up to it, or whose mean, maximum... it is."""
+        """Returns `x` sharded; partial values are random terms that add up to it, or whose mean, maximum, ... it is."""
         layout = layout_of(layout, self.mesh, x.dim())
         if not layout.partial:
             return shard(x.clone(), self.mesh, layout)
@@ -109,23 +109,23 @@ class Rank:
             x = terms[own]
         return x
 
-    # --- What is asserted
+    # --- Assertions
 
     @contextmanager
     def sends(self, *expected: str) -> Iterator[None]:
-        """Exactly these are sent in the block, in this order: "all_reduce tp"."""
+        """Expects exactly these operations in the block, in this order: "all_reduce tp"."""
         self._sent.clear()
         yield
         assert self._sent == list(expected), f"sent {self._sent}, expected {list(expected)}"
 
     def sent(self) -> list[str]:
-        """What was sent since the last call."""
+        """Returns the operations sent since the last call."""
         out = list(self._sent)
         self._sent.clear()
         return out
 
     def check(self, x: Sharded, expected: Tensor, layout: str | None = None, **tolerances: float) -> Sharded:
-        """Shape, dtype, layout and this rank's part, which of a pending value is looked at when all terms are there."""
+        """Checks shape, dtype, layout and this rank's part; a partial value is compared with all terms together."""
         assert isinstance(x, Sharded), x
         if layout is not None:
             assert x.layout == Layout.parse(self.mesh.mesh, layout), f"{x.layout}, expected {layout}"
@@ -143,13 +143,13 @@ class Rank:
 
 
 def part(x: Tensor, layout: Layout, rank: int) -> Tensor:
-    """The part of a rank, by the offsets of the layout alone."""
+    """Returns the part of a rank, by the offsets of the layout only."""
     offsets, shape = layout.offsets(x.shape, rank), layout.local_shape(x.shape, rank)
     return x[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
 
 
 def gradient_of(x: Sharded, local: Tensor) -> Sharded:
-    """A gradient of x.local, as it lies."""
+    """Returns a gradient of x.local, with its layout."""
     return Sharded(local, spec_of(x.mesh, gradient_layout(x.layout), x.shape, local.dtype))
 
 
@@ -165,7 +165,7 @@ def body_on_rank(comm: Any, mesh: str | Mesh, name: str, body: Callable[..., Any
 def on_mesh(mesh: str | Mesh, body: Callable[..., Any], seed: int, *args: Any, backend: str = "local",
             cost: CostModel | None = None, sub_axes: Sequence[str] = (),
             timeout: float = 60) -> list[Any]:  # fmt: skip
-    """body(Rank, *args) on every rank; its results by rank. With processes, `body` is found by its name."""
+    """Runs body(Rank, *args) on every rank; returns results by rank. With processes, `body` is found by its name."""
     plain = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
     model = cost and cost.to_dict()
     results = run_ranks(
@@ -183,7 +183,7 @@ def on_mesh(mesh: str | Mesh, body: Callable[..., Any], seed: int, *args: Any, b
 
 def random_layout(draw: random.Random, mesh: Mesh, dims: int, *, kinds: Sequence[str] = ("sum",),
                   invariant: bool = True) -> Layout:  # fmt: skip
-    """Each axis on a dimension, pending, replicated or invariant."""
+    """Returns a layout with each axis on a dimension, partial, replicated or invariant."""
     lists: list[list[str]] = [[] for _ in range(dims)]
     partial, same = {}, []
     for name in draw.sample(list(mesh.axes), len(mesh.axes)):

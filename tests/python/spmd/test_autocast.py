@@ -12,7 +12,7 @@ from torch_overlap.testing import run_ranks
 def check(comm, seed):
     mesh = connect({"dp": 2, "tp": 2}, comm)
     generator = torch.Generator().manual_seed(seed)
-    # Logits of about one: where they are large, what bfloat16 rounds off of them is most of the softmax.
+    # Logits are about one: if they are large, the rounding error of bfloat16 dominates the softmax.
     x, w, v = (torch.randn(*s, generator=generator) / s[1] ** 0.5 for s in ((8, 16), (32, 16), (4, 32)))
     leaves = [shard(t, mesh, p).requires_grad_() for t, p in ((x, P("dp")), (w, P("tp")), (v, P(None, "tp")))]
     with torch.autocast("cpu", torch.bfloat16):
@@ -27,7 +27,7 @@ def check(comm, seed):
     with torch.autocast("cpu", torch.bfloat16):
         expected = F.linear(F.gelu(F.linear(plain[0], plain[1])), plain[2]).float().softmax(-1)
     expected.square().sum().backward()
-    torch.testing.assert_close(p.full(), expected, rtol=1e-2, atol=0)  # pending sums are rounded apart
+    torch.testing.assert_close(p.full(), expected, rtol=1e-2, atol=0)  # partial sums are rounded separately
     for leaf, reference in zip(leaves, plain, strict=True):
         assert leaf.grad.dtype == torch.float32
         torch.testing.assert_close(
@@ -44,7 +44,7 @@ def test_products_are_cast_down_and_sums_of_exponentials_up(seed):
 
 
 def check_casts(comm, seed):
-    """A long weight and few rows: to gather the weight's cast would be cheaper than to gather the rows."""
+    """A long weight and few rows: a gather of the weight's cast would be cheaper than one of the rows."""
     mesh = connect({"tp": 2}, comm)
     generator = torch.Generator().manual_seed(seed)
     rows, weights = torch.randn(256, 8, generator=generator), torch.randn(2, 4, 8, generator=generator)
@@ -52,7 +52,7 @@ def check_casts(comm, seed):
     anchored = [shard(w, mesh, P("tp")).requires_grad_().anchor() for w in weights]
     names = []
     comm.register_pre_hook(lambda name, *_: names.append(name.name))
-    h = x * 1.0  # a function's result: it keeps what it becomes
+    h = x * 1.0  # a function's result: its casts and reshards are cached
     with torch.autocast("cpu", torch.bfloat16), choosing("plain"):
         outs = [F.linear(h, w) for w in anchored]
         transposed = h @ anchored[0].T
@@ -63,7 +63,7 @@ def check_casts(comm, seed):
         assert (out.dtype, str(out.layout.with_invariant(None))) == (torch.bfloat16, "[],[tp]")
         torch.testing.assert_close(out.full(), reference, rtol=2e-2, atol=2e-2)
     with torch.no_grad():
-        x.local.fill_(2)  # what was not made by a function is cast anew
+        x.local.fill_(2)  # values that no function made are cast again
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(F.linear(x, anchored[0]).full(), 2 * weights[0].sum(1).bfloat16().expand(256, 4),
                                        rtol=2e-2, atol=5e-2)  # fmt: skip
@@ -71,7 +71,7 @@ def check_casts(comm, seed):
 
 
 def check_writes(comm):
-    """What was cast of a view, or of a result, is cast anew when the memory was written to."""
+    """The cast of a view, or of a result, is made again after the memory was written."""
     mesh = connect({"tp": comm.get_size()}, comm)
     x = shard(torch.ones(4, 6), mesh, P())
     w = shard(torch.ones(8, 6), mesh, P("tp"))

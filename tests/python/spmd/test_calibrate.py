@@ -1,4 +1,4 @@
-"""What calibrate measures: a valid model, the same on every rank, which plans are made with."""
+"""calibrate measures a valid model, the same on every rank, with which plans are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint of what shard_module makes: saved on one mesh, loaded on others, and without one."""
+"""torch.distributed.checkpoint of shard_module's state: saved on one mesh, loaded on others, and without one."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def load(rank, size, store, seed, folder, where):
     assert list(state) == list(model.state_dict())
     dcp.load(state, checkpoint_id=folder)
     loaded = {name: value.clone() for name, value in state.items()}
-    for value in state.values():  # which is the memory of the parameters
+    for value in state.values():  # the state shares the memory of the parameters
         value.to_local().zero_()
     assert all(not value.any() for value in model.state_dict().values())
     assert str(load_sharded_state_dict(model, loaded)) == "<All keys matched successfully>"

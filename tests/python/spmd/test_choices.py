@@ -1,4 +1,4 @@
-"""Products and their communication by the cost model alone: one operator where that is cheaper, two where it is not."""
+"""Products and their communication by the cost model: one operator if it is cheaper, otherwise two."""
 
 import math
 
@@ -17,7 +17,7 @@ M, K, N = 8, 12, 4
 
 
 def model(start_us):
-    """Products take as long as what they send, and hiding one behind the other costs `start_us` alone."""
+    """Products take as long as their communication, and their overlap costs only `start_us`."""
     return CostModel.from_dict(
         {
             "name": "even",
@@ -39,7 +39,7 @@ MODELS = {"pays": model(1.0), "does not pay": model(1e6)}
 
 
 class Operators(TorchDispatchMode):
-    """The names of our operators that run in the block."""
+    """Records the names of our operators that run in the block."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Where x [M, K] and w [K, N] lie, where the result is needed, what both are in one, and in two.
+# Layouts of x [M, K] and w [K, N], the layout of the result, and the fused operator.
 CASES = {
     "gather": ("[x],[]", "[],[x]", "[],[x]", "all_gather_matmul"),
     "scatter": ("[],[x]", "[x],[]", "[x],[]", "matmul_reduce_scatter"),
@@ -85,7 +85,7 @@ def test_the_cheaper_form_is_taken(name, pays, size, seed):
     on_mesh(f"x={size}", body, seed, cost=MODELS[pays])
 
 
-# The shapes of x and w; how they lie, where the result is needed; the operator that it could not be, and why.
+# Shapes of x and w; their layouts, the layout of the result; the operator that is not possible, and the reason.
 REFUSED = {
     "rows": ((7, 12), (12, 4), "[x],[]", "[],[x]", "[],[x]", "all_gather_matmul",
              "dimension 0 of size 7 is not cut into 2 parts of one size"),
@@ -143,7 +143,7 @@ def test_inside_vmap_nothing_is_fused(seed):
 
 @pytest.mark.parametrize("how", ["fused", "plain"])
 def test_operands_are_moved_once_fused_or_not(how, seed):
-    """Those beside the gathered one as well: here the bias."""
+    """Operands that are not gathered are moved once too: here the bias."""
 
     def body(r):
         a, b, c = r.randn(8, 12), r.randn(4, 12), r.randn(4)
@@ -175,7 +175,7 @@ def check_pass(comm, pays, seed):
     def compiler(module, _):
         made(module.graph)
         module.recompile()
-        for node in module.graph.nodes:  # ordered effects carry the operator as an argument
+        for node in module.graph.nodes:  # ordered effects have the operator as an argument
             found = [a for a in (node.target, *node.args[:2]) if isinstance(a, torch._ops.OpOverload)]
             ran.extend(op._opname for op in found if op.namespace == "torch_overlap")
         return make_boxed_func(module.forward)

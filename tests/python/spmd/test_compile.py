@@ -1,6 +1,6 @@
 """Sharded values under torch.compile(fullgraph=True): values and gradients as in eager mode, graphs, guards.
 
-What needs real ranks runs on gloo processes: a compiler's state belongs to its process.
+Tests that need real ranks run on gloo processes: the state of a compiler belongs to its process.
 """
 
 import os
@@ -37,20 +37,20 @@ from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
-# Attention of doubles: Inductor calls the CPU's backward with a float that should be a double, without ranks too.
+# Attention of doubles: Inductor calls the CPU's backward with a float instead of a double, also without ranks.
 INDUCTOR_DTYPE = torch.float32
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def inductor(test):
-    """Minutes of C++ to compile: `make stress` has it, and nothing else."""
+    """The C++ compilation is long: only `make stress` runs it."""
     test = pytest.mark.skipif("TORCH_OVERLAP_STRESS" not in os.environ, reason="make stress")(test)
     return pytest.mark.stress(pytest.mark.timeout(1800)(test))
 
 
 class Values:
-    """The same fresh values on every rank, as they lie."""
+    """The same fresh values on every rank, with their layouts."""
 
     def __init__(self, mesh, seed):
         g = torch.Generator().manual_seed(seed)
@@ -77,7 +77,7 @@ CASES = {
     "reshard to a layout": lambda s: reshard(s.w, (s.x * 2).layout),
     "reshard to text": lambda s: s.x.reshard("[],[tp]"),
     "all_reduce": lambda s: all_reduce(s.x, "sum", "tp"),
-    "all_reduce pending": lambda s: all_reduce(s.w @ s.v),
+    "all_reduce partial": lambda s: all_reduce(s.w @ s.v),
     "pmean": lambda s: pmean(s.x, "tp"),
     "all_gather": lambda s: all_gather(s.x, 0),
     "gather_all_axes": lambda s: gather_all_axes(s.w @ s.v),
@@ -94,8 +94,8 @@ CASES = {
     "matmul": lambda s: torch.matmul(s.x, s.w),
     "@": lambda s: s.x @ s.w,
     "two products": lambda s: torch.relu(s.x @ s.w) @ s.v + s.b,
-    "pending product": lambda s: s.w @ s.v,
-    "pending and nonlinear": lambda s: torch.exp(s.w @ s.v) + s.b,
+    "partial product": lambda s: s.w @ s.v,
+    "partial and nonlinear": lambda s: torch.exp(s.w @ s.v) + s.b,
     "linear": lambda s: F.linear(s.x, s.w, s.b),
     "linear of a transpose": lambda s: F.linear(s.w, s.v.T, s.b) + 1,
     "anchor": lambda s: s.x.anchor() @ s.w,
@@ -119,7 +119,7 @@ CASES = {
     "index": lambda s: s.x[1:3, None, ..., ::2],
     "cat": lambda s: torch.cat([s.x, s.x * 2], 1),
     "cat of a tuple": lambda s: torch.cat((s.x, s.x * 2), dim=-1),
-    "cat of pending and whole": lambda s: torch.cat((s.w @ s.v, s.b[None])),
+    "cat of partial and whole": lambda s: torch.cat((s.w @ s.v, s.b[None])),
     "cat of parts": lambda s: torch.cat(s.x.chunk(2, 1), 0),
     "stack": lambda s: torch.stack((s.x, s.x * 2), dim=1),
     "unbind": lambda s: torch.stack(s.x.unbind(1)),
@@ -132,7 +132,7 @@ CASES = {
     "index_select": lambda s: torch.index_select(s.x, 1, s.classes),
     "index_select of sharded rows": lambda s: torch.index_select(s.v, 0, s.classes),
     "cast": lambda s: s.x.to(torch.float32),
-    # Of models
+    # Functions of models
     "softmax": lambda s: F.softmax(s.x, -1),
     "softmax of a sharded dimension": lambda s: F.softmax(s.w, -1),
     "layer_norm": lambda s: F.layer_norm(s.x, (6,), s.b, s.b),
@@ -296,7 +296,7 @@ def gpt_rank(comm, backend, axes, algorithm, seed, dtype=torch.float64, autocast
         for name, p in compiled.items():
             torch.testing.assert_close(p.grad, eager[name].grad, **near)
         with cast:
-            # Products in other pieces, each rounded to 16 bits.
+            # Products are split differently, and each piece is rounded to 16 bits.
             near = {"rtol": 5e-2, "atol": 5e-2} if autocast else {}
             torch.testing.assert_close(got[1].full(), PlainGPT(config, seed).to(dtype)(whole), **near)
         return names

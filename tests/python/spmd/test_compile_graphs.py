@@ -1,4 +1,4 @@
-"""What compiled functions on Sharded values consist of, and what compiles them again."""
+"""Graphs of compiled functions on Sharded values, and the guards that recompile them."""
 
 from collections import Counter
 from contextlib import closing
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def operators(graph):
-    """How often the graph calls each operator of ours, in the order of the program or by itself."""
+    """Returns the number of calls of each of our operators in the graph, in the order of the program or by itself."""
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
     names = [str(x) for node in calls for x in (node.target, *node.args[:2]) if isinstance(x, torch._ops.OpOverload)]
     return Counter(name.split(".")[1] for name in names if name.startswith("torch_overlap."))
 
 
 class Graphs:
-    """A backend that keeps how often each operator of ours is in the forward and backward graphs."""
+    """A backend that records the number of each of our operators in the forward and backward graphs."""
 
     def __init__(self):
         self.forward, self.backward = [], []
@@ -37,7 +37,7 @@ class Graphs:
 
 
 def graphs_of(function, make):
-    """The operators of forward and backward graph on rank 0 of two, on the backend that moves nothing."""
+    """Returns the operators of forward and backward graph on rank 0 of two, on the backend that moves nothing."""
     found = []
 
     def rank(comm):
@@ -99,7 +99,7 @@ def _plainly(function, *args):
 
 
 def test_tuples_among_arguments():
-    """Of Sharded values and of plain tensors, as arguments and as constants of the trace."""
+    """Tuples of Sharded values and of plain tensors, as arguments and as constants of the trace."""
 
     def rank(comm):
         torch._dynamo.reset()
@@ -134,13 +134,13 @@ def test_an_argument_is_not_changed():
         with closing(connect({"tp": 2}, comm)) as mesh:
             x, w = weights(mesh, P("tp"), P(None, "tp"))
             torch.compile(lambda x, w: x @ w, backend="aot_eager", fullgraph=True)(x, w)
-            assert x._copies is None
+            assert x._copy_cache is None
 
     run_ranks(rank, 2, backend="fake")
 
 
 def undeclared_rank(comm, move):
-    """Traces what needs a communicator along an axis that nobody declared, and then with it."""
+    """Traces a function that needs a communicator along an undeclared axis, and then with it."""
     torch._dynamo.reset()
     with closing(connect("x=2,y=2", comm, sets=["x"])) as mesh:
         x = shard(torch.arange(64.0).reshape(8, 8), mesh, P("y"))
@@ -240,7 +240,7 @@ def test_plain_tensors_of_several_shapes():
 
 
 def feedback_rank(comm):
-    """Results are arguments again, also pending ones and those of eager mode."""
+    """Results are arguments again, also partial ones and those of eager mode."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x, w: torch.tanh(x @ w), backend=counter, fullgraph=True)

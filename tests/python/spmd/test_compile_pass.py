@@ -1,4 +1,5 @@
-"""The compile pass: products and collectives become one operator, what is left alone says why; values stay."""
+"""The compile pass: products and collectives become one operator, each skipped one has a reason; values do not
+change."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def pass_alone(made):
-    """A compiler that runs the pass and nothing else: seconds instead of minutes."""
+    """Returns a compiler that runs only the pass: it takes seconds instead of minutes."""
 
     def compiler(module, _):
         made(module.graph)
@@ -63,13 +64,13 @@ def check_feed_forward(comm, seed):
 
 def test_values_and_gradients_are_those_of_the_plain_graph(seed):
     decisions, why = run_ranks(check_feed_forward, 2, seed, timeout=280)[0]
-    # The last one: of the sum of two products, the gradients of up's and of gate's input.
+    # The last one: the gradients of the inputs of up and gate are the sum of two products.
     assert decisions == [("all_gather", True), ("reduce_scatter", True)] * 2
     assert "by the cost model" in why
 
 
 def check_sums(comm, seed):
-    """Products that are added before they are reduced, some of them reshaped, one of them twice."""
+    """Products that are added before they are reduced, some of them reshaped, one of them used twice."""
     generator = torch.Generator().manual_seed(seed + comm.get_rank())
     a, b, c = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((4, 2, 5), (4, 2, 3), (8, 7)))
     u, v, w = (torch.randn(6, k, generator=generator, dtype=torch.float64) for k in (5, 3, 7))
@@ -94,7 +95,7 @@ def check_sums(comm, seed):
 def test_a_sum_of_products_is_one_product(seed):
     fused, small = run_ranks(check_sums, 2, seed, timeout=280)[0]
     assert fused == [("reduce_scatter", True), ("all_reduce", True)]
-    assert small == [False, False]  # not worth it
+    assert small == [False, False]  # too small for the overlap
 
 
 def c10d_feed_forward(group, x, up, down):
@@ -115,9 +116,9 @@ def check_c10d(rank, size, store, seed):
         return c10d_feed_forward(dist.group.WORLD, *tensors)
 
     expected = function(x, up, down)
-    fresh = torch._inductor.config.patch(force_disable_caches=True)  # a cached graph passes no pass
+    fresh = torch._inductor.config.patch(force_disable_caches=True)  # a cached graph skips the pass
     with fresh, overlap_products(algorithm="fused") as made, torch.no_grad():
-        got = torch.compile(function)(x, up, down)  # which copies Inductor's settings, the pass among them
+        got = torch.compile(function)(x, up, down)  # it copies Inductor's settings, including the pass
     torch.testing.assert_close(got, expected)
     dist.destroy_process_group()
     return [(d.collective, d.fused) for d in made.decisions]
@@ -129,7 +130,7 @@ def test_the_functional_collectives_of_torch_are_seen(seed):
 
 
 def reasons(comm):
-    """Why collectives are left alone; `fake` ranks, so only graphs count."""
+    """Reasons for which collectives are skipped; on `fake` ranks, so only graphs are tested."""
     x, w = torch.randn(4, 8), torch.randn(6, 8)
     ops = to.ops
     functions = {

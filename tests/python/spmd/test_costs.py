@@ -1,4 +1,4 @@
-"""What communication is said to cost, and that as many bytes are sent."""
+"""The cost of communication in the model, and the equality with the bytes sent."""
 
 import pytest
 import torch
@@ -62,7 +62,8 @@ def test_bytes_on_the_wire(size, dtype, seed):
 
 
 def test_seconds(seed):
-    """T52-T55: more with bytes and with ranks, half with twice the bandwidth, both axes more than either."""
+    """T52-T55: the cost grows with bytes and with ranks, halves with twice the bandwidth; both axes cost more than
+    either."""
 
     def body(r):
         slow, fast = CostModel.bandwidth_only(1.0), CostModel.bandwidth_only(2.0)
@@ -86,7 +87,7 @@ def test_seconds(seed):
 
 @pytest.mark.parametrize("text", MESHES)
 def test_a_plan_sends_what_runs(text, seed):
-    """T52-T55: the bytes of a plan are those of what its collectives are given, on every mesh."""
+    """T52-T55: the bytes of a plan are those of its collectives' operands, on every mesh."""
 
     def body(r):
         a, b, *_ = r.mesh.mesh.axes

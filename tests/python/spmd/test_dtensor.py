@@ -1,4 +1,4 @@
-"""To DTensor and back: values, layouts and gradients."""
+"""Conversion to DTensor and back: values, layouts and gradients."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_round_trips(rank, size, store, seed):
         torch.testing.assert_close(again.grad.full(), 2 * x)
 
     x = torch.randn(5, 3, generator=generator, dtype=torch.float64)
-    r = shard(x, mesh, Layout.replicated(mesh.mesh, 2)).requires_grad_()  # its gradient is pending
+    r = shard(x, mesh, Layout.replicated(mesh.mesh, 2)).requires_grad_()  # its gradient is partial
     to_dtensor(r, devices).square().sum().backward()
     torch.testing.assert_close(r.grad.full(), 2 * x)
 

@@ -1,4 +1,4 @@
-"""What is refused, and what is said then."""
+"""Invalid uses, and their error messages."""
 
 import numpy as np
 import pytest
@@ -79,13 +79,13 @@ def test_operands(seed):
             refused(RuntimeError, "reduction dim", torch.matmul, x, x)
         assert F.dropout(x, 0.5, training=False).shape == x.shape
         refused(TypeError, "expected one or more dimensions", len, x.sum())
-        r.check(x + x, 2 * x.full())  # nothing is left behind
+        r.check(x + x, 2 * x.full())  # the state is clean
         other.close()
 
     on_mesh("x=2,y=2", body, seed)
 
 
-# What is taken of a table of 8 rows, and an index that no rank has; how torch raises.
+# Look-ups in a table of 8 rows, an index that no rank has, and torch's error.
 TAKEN = {
     "embedding": (lambda i, w: F.embedding(i, w), (8, 3), [[0, 7], [2, 8]], IndexError, r"\[0, 7\] .* size 8, got 8"),
     "embedding, negative": (lambda i, w: F.embedding(i, w), (8, 3), [-1], IndexError, "got -1"),
@@ -104,7 +104,7 @@ TAKEN = {
 @pytest.mark.parametrize("axes", ["x", ("x", "y")])
 @pytest.mark.parametrize("name", TAKEN)
 def test_an_index_that_no_rank_has(name, axes, seed):
-    """Raises on every rank, as torch does on whole tables; indices that some rank has are taken."""
+    """Raises on every rank, as torch does on whole tables; indices that some rank has are valid."""
     function, shape, wrong, kind, message = TAKEN[name]
     wrong = torch.tensor(wrong)
     good = wrong if name.startswith("index,") else wrong.clamp(-100 if "cross" in name else 0)
@@ -122,7 +122,7 @@ def test_an_index_that_no_rank_has(name, axes, seed):
 
 
 def test_one_hot_of_what_is_no_class_number(seed):
-    """As torch refuses it."""
+    """Refused like torch does."""
 
     def body(r):
         classes = r.randint(5, 4, 3)
@@ -153,7 +153,7 @@ def test_an_index_that_no_rank_has_inside_compile_and_vmap(seed):
 
 
 def test_what_it_says_of_itself(seed):
-    """Nothing is told of the tensors without data that functions are followed on."""
+    """The tensors without data on which functions are traced do not show."""
 
     def body(r):
         x = shard(r.randn(4, 6), r.mesh, P("x"))
@@ -177,7 +177,7 @@ def test_what_it_says_of_itself(seed):
 
 
 def test_assignment(seed):
-    """x[0] = 1 and x += 1 are refused: one would change a part, the other only look as if it changed x."""
+    """x[0] = 1 and x += 1 are refused: one would change only a part, the other would only appear to change x."""
 
     def body(r):
         value = r.randn(4, 6)
@@ -205,19 +205,19 @@ def test_assignment(seed):
 
 
 def test_pending_values_leave_only_as_what_they_are(seed):
-    """to_local of a pending value."""
+    """to_local of a partial value."""
 
     def body(r):
         y = r.place(r.randn(4, 6), "[x],[] P{y}")
         with r.sends():
-            refused(to.StateError, r"not pending, got \[x\],\[\] P\{y\}; reshard it, or take .local", y.to_local)
+            refused(to.StateError, r"not partial, got \[x\],\[\] P\{y\}; reshard it, or take .local", y.to_local)
         assert torch.equal(y.reshard(P("x")).to_local(), y.reshard(P("x")).local)
 
     on_mesh("x=2,y=2", body, seed)
 
 
 def test_local_shapes(seed):
-    """from_local: parts of another shape than the layout says."""
+    """from_local: parts whose shape differs from the layout's."""
 
     def body(r):
         local = torch.ones(3, 4)
@@ -273,8 +273,8 @@ def test_axes_and_dimensions(seed):
             refused(ValueError, "one of sharded, replicated and partial", shard, r.randn(4), r.mesh, P("x"), ["x"])
             refused(ValueError, "one of sharded, replicated and partial", shard, r.randn(4), r.mesh, None, ["x"], ["x"])
             pending = r.place(r.randn(4, 8), "[x],[] P{y:max}")
-            refused(ValueError, "pending as 'max'", all_reduce, pending, "sum", "y")
-            refused(ValueError, "no pending reduction", pmean, pending, "x")
+            refused(ValueError, "partial as 'max'", all_reduce, pending, "sum", "y")
+            refused(ValueError, "not partial over", pmean, pending, "x")
             mixed = Layout(r.mesh.mesh, [None, None], {"x": "sum", "y": "avg"})
             refused(ValueError, "one reduction", reduce_scatter, r.place(r.randn(4, 8), mixed), 0)
             uneven = shard(r.randn(5, 8), r.mesh, P("x"))
@@ -309,7 +309,7 @@ def test_connect():
 
 
 def test_use_after_close():
-    """A closed mesh says so; the communicator that it was made of stays usable."""
+    """A closed mesh raises; the communicator that it was made of stays usable."""
 
     def body(comm):
         mesh = connect("x=2,y=2", comm, name="closed")
@@ -328,7 +328,7 @@ def test_use_after_close():
 
 
 def test_sets_that_were_not_declared():
-    """`sets` says which communicators exist; another is split off when it is used, or prepared."""
+    """`sets` lists the communicators to create; others are split off at their first use, or prepared."""
 
     def body(comm):
         mesh = connect("x=2,y=2,z=2", comm, name="sets", sets=["x", "y,z"])
@@ -349,7 +349,7 @@ def test_sets_that_were_not_declared():
 
 
 def test_a_slice_needs_no_communicator():
-    """What sends nothing splits nothing, also over several axes; a gradient that is gathered does."""
+    """A reshard that sends nothing splits nothing, also over several axes; a gradient that is gathered does."""
 
     def body(comm):
         mesh = connect("x=2,y=2,z=2", comm, name="slices", sets=["x"])

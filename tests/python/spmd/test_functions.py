@@ -9,7 +9,8 @@ from torch_overlap.mesh import CostModel, Layout, assume_partial, from_local, sh
 
 
 def compare(r, function, values, layouts, sent=None, layout=None):
-    """The function of values that lie so, and the gradients of all operands, against the unsharded ones."""
+    """Compares the function of values with these layouts, and the gradients of all operands, with the unsharded
+    ones."""
     leaves = [x.clone().requires_grad_() for x in values]
     expected = function(*leaves)
     c = r.randn(*expected.shape)
@@ -28,7 +29,7 @@ def compare(r, function, values, layouts, sent=None, layout=None):
 
 
 def test_rows_and_columns(seed):
-    """T36: each operand is cut where the other one is; nothing is sent."""
+    """T36: each operand is cut along the other's axes; nothing is sent."""
 
     def body(r):
         compare(r, torch.add, [r.randn(8, 6), r.randn(8, 6)], ["[dp],[] I{tp}", "[],[tp] I{dp}"], [], "[dp],[tp]")
@@ -48,7 +49,7 @@ def test_rows_and_columns(seed):
     ],
 )
 def test_operands_that_lie_otherwise(left, right, kind, seed):
-    """T37, T38, B13: one of them is resharded, once; the same one every time, and gradients go back."""
+    """T37, T38, B13: one of them is resharded, once; the same one every time, and gradients flow back."""
 
     def body(r):
         layouts = set()
@@ -61,7 +62,7 @@ def test_operands_that_lie_otherwise(left, right, kind, seed):
             _ = x + y
             sent = r.sent()
             assert [s.split()[0] for s in sent] == ([kind] if kind else [])
-            x, y = x * 1, y * 1  # results, which keep what they are moved to; values of the caller's may change
+            x, y = x * 1, y * 1  # results, whose reshards are cached; the caller's values may change
             r.sent()
             _ = x + y
             assert len(r.sent()) == len(sent)
@@ -70,12 +71,12 @@ def test_operands_that_lie_otherwise(left, right, kind, seed):
             compare(r, function, [r.randn(7, 5), r.randn(7, 5)], [left, right])
         assert len(layouts) == 1
 
-    # By bytes: the smallest all_gather of H200s is quicker than the smallest permute.
+    # By bytes: in the H200 model the smallest all_gather is faster than the smallest permute.
     on_mesh("dp=2,tp=2", body, seed, cost=CostModel.bandwidth_only())
 
 
 def test_operands_that_are_broadcast(seed):
-    """T36: rows, columns and numbers beside a matrix, wherever they lie."""
+    """T36: rows, columns and numbers combined with a matrix, with any layouts."""
 
     def body(r):
         for left in ("[x],[] I{y}", "[x],[y]", "[],[y,x]", "[y],[] P{x}"):
@@ -110,7 +111,7 @@ REDUCTIONS = {
 @pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_reductions(name, size, seed):
-    """T39, B10: pending with its kind; one all_reduce where somebody needs it. Uneven too."""
+    """T39, B10: partial with its kind; one all_reduce when the value is needed. Uneven too."""
     function, layout = REDUCTIONS[name]
 
     def body(r):
@@ -139,7 +140,7 @@ def test_reductions_on_every_mesh(text, seed):
 
 
 def test_a_sharded_dimension_of_size_1(seed):
-    """The first rank has it: elementwise functions stay there, copies are cut; all need it where it is broadcast."""
+    """The first rank has it: elementwise functions stay there, copies are cut; a broadcast needs it on all ranks."""
 
     def body(r):
         x, row, rows = r.randn(1, 6), r.randn(1, 6), r.randn(8, 6)
@@ -157,7 +158,7 @@ def test_a_sharded_dimension_of_size_1(seed):
 
 
 def test_maximum_of_a_pending_sum(seed):
-    """B10: the sum is reduced first, as a sum; the maximum then is no sum."""
+    """B10: the sum is reduced first, as a sum; the maximum of it is not a sum."""
 
     def body(r):
         x = r.randn(6, 4)
@@ -187,8 +188,8 @@ def test_maximum_of_a_pending_sum(seed):
     ],
 )
 def test_softmax(layout, along_rows, along_columns, seed):
-    """B16: over whole rows, wherever they lie, by dimensions from the front and from the end: what is pending is
-    reduced once, then the maximum and the sum where the dimension is sharded."""
+    """B16: over whole rows, with any layout, by dimensions from the front and from the end: partial values are
+    reduced once, then the maximum and the sum if the dimension is sharded."""
 
     def body(r):
         for function in (
@@ -214,7 +215,7 @@ def test_softmax(layout, along_rows, along_columns, seed):
 
 @pytest.mark.parametrize("text", MESHES)
 def test_a_table_sharded_by_its_rows(text, seed):
-    """B15: indices are shifted, those of other ranks masked; the result is pending."""
+    """B15: indices are shifted, those of other ranks masked; the result is partial."""
 
     def body(r):
         a, b, *_ = r.mesh.mesh.axes
@@ -242,7 +243,8 @@ def test_a_table_sharded_by_its_rows(text, seed):
 
 @pytest.mark.parametrize("name", ["exp", "pow", "relu", "cast", "concat"])
 def test_the_data_shows_a_wrong_order(name, seed):
-    """T57: reduced after the function, or counted twice, the numbers are others; so they are reduced before."""
+    """T57: a reduction after the function, or a term counted twice, gives other numbers; so values are reduced
+    before."""
     functions = {"exp": torch.exp, "pow": lambda x: x**2, "relu": torch.relu, "cast": lambda x: x.to(torch.float16)}
 
     def body(r):
@@ -265,7 +267,7 @@ def test_the_data_shows_a_wrong_order(name, seed):
 
 
 def test_copies_and_terms_are_not_mixed_up(seed):
-    """A value that is assumed pending is counted once for each rank, and only then."""
+    """A value that is assumed partial is counted once per rank, and only then."""
 
     def body(r):
         x = r.randn(4, 3)
@@ -352,7 +354,7 @@ WITH_EMPTY_PARTS = {
 
 @pytest.mark.parametrize("name", WITH_EMPTY_PARTS)
 def test_ranks_without_elements(name, seed):
-    """Some ranks have nothing of a batch of 3 or of 2 channels, and take part all the same."""
+    """Some ranks have no part of a batch of 3 or of 2 channels, and participate all the same."""
     function = WITH_EMPTY_PARTS[name]
 
     def body(r):

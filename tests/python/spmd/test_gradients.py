@@ -1,4 +1,4 @@
-"""Gradients of the communication functions: by the pairs of layouts, as those of the global function."""
+"""Gradients of the communication functions: by pairs of layouts, equal to those of the global function."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ FUNCTIONS = {
     "assume_partial, replicated": ("[y],[]", lambda v, n: assume_partial(v, "x"), lambda v, n: n * v),
     "assume_partial, avg": ("[],[] I{x,y}", lambda v, n: assume_partial(v, "x", "avg").reshard(None), lambda v, n: v),
     "shard": ("[],[] I{x,y}", lambda v, n: shard(v, v.mesh, P("x", "y")), lambda v, n: v),
-    "shard, pending": ("[],[] I{x,y}", lambda v, n: shard(v, v.mesh, P("x"), partial_sum_axes=["y"]), lambda v, n: v),
+    "shard, partial": ("[],[] I{x,y}", lambda v, n: shard(v, v.mesh, P("x"), partial_sum_axes=["y"]), lambda v, n: v),
 }
 
 
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_the_global_function(name, n, seed):
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_whole_jacobian(name, n, seed):
-    """T16, T20, B17: gradcheck on all ranks at once, from a tensor that all have to the whole result."""
+    """T16, T20, B17: gradcheck on all ranks at once, from a replicated tensor to the whole result."""
     layout, function, reference = FUNCTIONS[name]
 
     def body(r):
@@ -230,7 +230,7 @@ def test_a_sum_through_a_ring(seed):
 
 @pytest.mark.parametrize("kind", ["max", "min", "product"])
 def test_other_reductions_have_no_gradient(kind, seed):
-    """B17: they say so, when one is asked for."""
+    """B17: they raise when one is requested."""
 
     def body(r):
         value = r.randn(4, 6)
@@ -242,7 +242,7 @@ def test_other_reductions_have_no_gradient(kind, seed):
         with pytest.raises(Exception, match=rf"expected.*(sum|avg).*got.*{kind}"):
             pending.reshard(None).sum().full().backward()
         extreme = {"max": x.amax, "min": x.amin}.get(kind)
-        if extreme is not None:  # the same for what is pending by itself
+        if extreme is not None:  # the same for a partial value by itself
             with pytest.raises(Exception, match=rf"expected.*(sum|avg).*got.*{kind}"):
                 extreme(0).backward(shard(r.randn(6), r.mesh))
             with pytest.raises(Exception, match=rf"expected.*(sum|avg).*got.*{kind}"):

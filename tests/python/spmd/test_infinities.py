@@ -1,4 +1,4 @@
-"""Infinities and nans along sharded dimensions: reductions in parts give what the whole one gives."""
+"""Infinities and nans along sharded dimensions: reductions in parts equal the whole one."""
 
 import math
 
@@ -89,7 +89,7 @@ LOSSES = {
     "cross_entropy, smoothed": lambda x, t, w: F.cross_entropy(x, t, label_smoothing=0.1, reduction="none"),
     "nothing but ignored": lambda x, t, w: F.nll_loss(x[3:4], t[3:4]),
 }
-# Not var: torch leaves out the gradient of the mean, which is 0 for finite numbers.
+# var is left out: torch omits the gradient of the mean, which is 0 for finite numbers.
 GRADIENTS = ("softmax", "softmax of columns", "log_softmax", "logsumexp", "logsumexp of all", "norm", "norm of all",
              "norm 0", "norm 1", "norm 3", "norm -1", "mean", "sum",
              "layer_norm", "rms_norm")  # fmt: skip
@@ -97,7 +97,7 @@ GRADIENTS = ("softmax", "softmax of columns", "log_softmax", "logsumexp", "logsu
 
 @pytest.mark.filterwarnings("ignore:var.*degrees of freedom")
 def test_values():
-    """Every element, of each layout."""
+    """Every element, with each layout."""
 
     def body(r):
         targets, weight = shard(TARGETS, r.mesh), shard(WEIGHT, r.mesh)
@@ -113,7 +113,7 @@ def test_values():
 
 
 def test_gradients():
-    """Those of amax, max and norms of infinite order are refused along a sharded dimension."""
+    """Gradients of amax, max and norms of infinite order are refused along a sharded dimension."""
 
     def body(r):
         for name in GRADIENTS:
@@ -123,7 +123,7 @@ def test_gradients():
                 x = r.place(ROWS, layout).requires_grad_()
                 VALUES[name](x).sum().backward()
                 got = None if x.grad is None else x.grad.full()
-                zeros = torch.zeros_like(leaf)  # of the norm 0 torch has none, which counts as these
+                zeros = torch.zeros_like(leaf)  # torch has no gradient for the norm 0; it counts as zeros
                 compare(f"gradient of {name} of {layout}", zeros if got is None else got,
                         zeros if leaf.grad is None else leaf.grad)  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Values on a mesh: which rank has which part, even or not, and that all parts together are the value."""
+"""Values on a mesh: the part of each rank, even or not; all parts together are the value."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ UNEVEN = (7, 11, 10, 5, 3, 1)
 
 
 def trip(r, x, spec, layout):
-    """There and back; nothing is sent on the way there."""
+    """Shards x and makes it whole again; the sharding sends nothing."""
     with r.sends():
         y = r.check(shard(x, r.mesh, spec), x, layout)
     r.check(y.reshard(None), x)
@@ -44,7 +44,7 @@ def test_parts_are_cut_without_sending(mesh, shape, spec, layout, local, seed):
 
 @pytest.mark.parametrize("text", MESHES)
 def test_every_mesh_cuts_every_way(text, seed):
-    """T1-T4 on all meshes, with ranks in an order of their own; B3: rank and place are not mixed up."""
+    """T1-T4 on all meshes, with ranks in another order; B3: rank and position are not confused."""
     plain = Mesh.parse(text)
     ranks = list(reversed(plain.ranks))
     ranks[0], ranks[-1] = ranks[-1], ranks[0]
@@ -83,7 +83,7 @@ def test_uneven_parts(n, seed):
     def body(r):
         x = r.randn(n, 3)
         y = trip(r, x, P("x"), "[x],[]")
-        layout = "[x],[]" if n > 1 else None  # one row may be broadcast: it may be brought to all
+        layout = "[x],[]" if n > 1 else None  # one row may be broadcast, and so gathered
         r.check(torch.relu(y), x.relu(), layout)
         r.check(y * y - 2, x * x - 2, layout)
         if n == 1:
@@ -209,7 +209,7 @@ def test_axis_index_on_ranks_in_another_order(seed):
 
 
 def test_shard_of_a_sharded_value(seed):
-    """shard as a function and as a method is reshard; replicated and pending axes are named."""
+    """shard as a function and as a method is reshard; replicated and partial axes are named."""
 
     def body(r):
         x = r.randn(8, 4)

@@ -1,4 +1,4 @@
-"""Plain modules on a mesh: layouts for their parameters, nothing else; values and gradients of one rank."""
+"""Plain modules on a mesh: only their parameters get layouts; values and gradients are those of one rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOCABULARY_PARALLEL = LAYOUTS | {"embedding.weight": P("tp")}
 
 
 class Model(nn.Module):
-    """With a vocabulary that is sharded, and tied weights."""
+    """With a sharded vocabulary, and tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def model_of(seed: int) -> tuple[Model, Tensor, Tensor]:
 def check_step(comm, axes, tokens_at, seed, how, defer):
     mesh = connect(axes, comm)
     reference, tokens, targets = model_of(seed)
-    # With the sequence sharded the table stays whole: a sharded one would gather the tokens.
+    # If the sequence is sharded the table stays whole: a sharded one would gather the tokens.
     layouts = LAYOUTS if "tp" in tokens_at else VOCABULARY_PARALLEL
     model = shard_module(copy.deepcopy(reference), mesh, layouts, defer_gradients=defer)
     placed = [shard(t, mesh, tokens_at) for t in (tokens, targets)]
@@ -79,7 +79,7 @@ def check_step(comm, axes, tokens_at, seed, how, defer):
             name = "embedding.weight"
         whole = value.reshard(None)
         torch.testing.assert_close(whole.full(), wanted[name])
-        if defer:  # what was pending is whole now
+        if defer:  # partial values are whole now
             lies = Sharded(grad, value.spec)
             torch.testing.assert_close(lies.full(), wanted[name].grad, msg=lambda text, name=name: f"{name}: {text}")
         else:
@@ -164,7 +164,7 @@ def check_mistakes(comm):
     model = shard_module(Block(DIM, HIDDEN, HEADS), mesh)
     with pytest.raises(InvalidValueError, match="expected a module that is not sharded"):
         shard_module(model, mesh)
-    with pytest.raises(InvalidValueError, match="scalars that are pending sums"):
+    with pytest.raises(InvalidValueError, match="scalars that are partial sums"):
         reduce_gradients(model, shard(torch.ones(3), mesh))
     mesh.close()
 
@@ -174,7 +174,7 @@ def test_mistakes_in_sharding_a_module():
 
 
 def check_moved_parameters(comm, seed):
-    """Weights that are sharded along the axis of the batch: gathered, or left where they are."""
+    """Weights that are sharded along the axis of the batch: gathered, or left in place."""
     mesh = connect({"dp": 2}, comm)
     generator = torch.Generator().manual_seed(seed)
     found = []

@@ -1,4 +1,4 @@
-"""Functions that move parts, on every mesh: value, parts, layout, and what is sent."""
+"""Functions that move parts, on every mesh: value, parts, layout, and the operations sent."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def sizes_of(r):
 
 @pytest.mark.parametrize("text", MESHES)
 def test_all_gather_of_one_dimension(text, seed):
-    """T5-T7, B18: only that dimension becomes whole, over its own axes."""
+    """T5-T7, B18: only that dimension is gathered, over its own axes."""
 
     def body(r):
         x = r.randn(12, 8)
@@ -87,7 +87,7 @@ def test_parts_of_an_axis_are_gathered_and_reduced_in_their_groups(seed):
 
 @pytest.mark.parametrize("text", MESHES)
 def test_gather_all_axes(text, seed):
-    """T14: whole on every rank, what is pending reduced."""
+    """T14: the value is whole on every rank, and partial values are reduced."""
 
     def body(r):
         x = r.randn(12, 9)
@@ -151,7 +151,7 @@ def test_all_to_all_under_vmap(seed):
 
 
 def test_all_to_all_with_stacked_parts(seed):
-    """T10 with tiled=False: the parts of the joined dimension are one of its own."""
+    """T10 with tiled=False: the parts of the joined dimension are a dimension of their own."""
 
     def body(r):
         x = r.randn(8, 12)
@@ -191,7 +191,7 @@ def test_ppermute_in_a_ring(shift, seed):
 
 @pytest.mark.parametrize("text", MESHES)
 def test_ppermute_along_one_axis(text, seed):
-    """T15, T16 on all meshes: every group for itself; the identity; places without a source get zeros."""
+    """T15, T16 on all meshes: each group by itself; the identity; ranks without a source get zeros."""
 
     def body(r):
         for name, size in r.mesh.mesh.axes.items():
@@ -212,10 +212,10 @@ def test_ppermute_along_one_axis(text, seed):
 
 @pytest.mark.parametrize("text", MESHES)
 def test_broadcast(text, seed):
-    """What differs between ranks is the root's from then on; along the named axes only."""
+    """Values that differ between ranks become the root's; along the named axes only."""
 
     def body(r):
-        own = r.randn(r.mesh.mesh.size, 5, 2)  # one for each place
+        own = r.randn(r.mesh.mesh.size, 5, 2)  # one for each rank
         plain: Mesh = r.mesh.mesh
         for name, size in plain.axes.items():
             root = r.draw.randrange(size)
@@ -233,7 +233,8 @@ def test_broadcast(text, seed):
 
 
 def test_shard_copies_whatever_the_layout(seed):
-    """The result shares neither memory nor being a leaf with the plain tensor; from_local takes over what it gets."""
+    """The result does not share memory or being a leaf with the plain tensor; from_local uses the memory of its
+    argument."""
 
     def body(r):
         for spec in (None, P(), P("x"), P(None, "y"), P(("x", "y")), "[],[]", "[],[] P{x}"):

@@ -1,4 +1,4 @@
-"""Convolutions and look-ups on Sharded values: results, gradients, where they lie, and what is sent."""
+"""Convolutions and look-ups on Sharded values: results, gradients, layouts, and the operations sent."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ GROUPED = ((4, 8, 5, 5), (8, 2, 3, 3), (8,))
 
 
 def compare(r, function, xs, layouts, expected, kinds):
-    """`function` of Sharded values, with the gradients of all of them, beside `function` of whole ones."""
+    """Runs `function` of Sharded values, with the gradients of all of them, and compares with `function` of whole
+    ones."""
     whole = [x.clone().requires_grad_() if x.is_floating_point() else x for x in xs]
     mine = [r.place(x, layout) for x, layout in zip(xs, layouts, strict=True)]
     leaves = [(a, b) for a, b in zip(mine, whole, strict=True) if b.requires_grad]
@@ -58,7 +59,7 @@ TABLE, INDEX = (6, 8), (4, 8)
     ],
 )
 def test_gather(layouts, expected, kinds, seed):
-    """B15: of a sharded dimension, indices are shifted, and those of other ranks masked."""
+    """B15: along a sharded dimension, indices are shifted, and those of other ranks masked."""
 
     def body(r):
         xs = r.randn(*TABLE), r.randint(TABLE[0], *INDEX)

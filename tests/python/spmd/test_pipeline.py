@@ -13,7 +13,7 @@ def reference(x, w, b, mask):
 
 
 def test_a_step_of_a_pipeline(seed):
-    """T56: every stage's layer, its result to the next stage, where a mask says so; and the gradients."""
+    """T56: every stage runs its layer and sends its result to the next stage, under a mask; and the gradients."""
 
     def body(r):
         x, w, b = r.randn(4, 4, 8), r.randn(4, 8, 8), r.randn(4, 8)
@@ -41,7 +41,7 @@ def test_a_step_of_a_pipeline(seed):
 
 
 def test_a_step_of_a_pipeline_under_vmap(seed):
-    """T56: the layer as a function of one stage, over the stages that a rank has."""
+    """T56: the layer as a function of one stage, over the stages of a rank."""
 
     def body(r):
         x, w, b = r.randn(8, 4, 8), r.randn(8, 8, 8), r.randn(8, 8)

@@ -1,4 +1,4 @@
-"""The cases on ranks that are processes, over gloo: every rank of a torchrun runs the tests whose ranks are threads."""
+"""Tests with ranks that are processes, over gloo: every rank of a torchrun runs the tests whose ranks are threads."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-RANKS = 8 if "TORCH_OVERLAP_STRESS" in os.environ else 4  # tests of more are skipped
+RANKS = 8 if "TORCH_OVERLAP_STRESS" in os.environ else 4  # tests of more ranks are skipped
 SECONDS = 600
 FILES = ("autocast", "costs", "functions", "gradients", "layouts", "moving", "operators", "pipeline", "products",
          "reducing", "reshapes", "reshard", "reshard_gradients", "same_everywhere", "vmap")  # fmt: skip
@@ -20,7 +20,7 @@ FILES = ("autocast", "costs", "functions", "gradients", "layouts", "moving", "op
 @pytest.mark.stress
 @pytest.mark.timeout(SECONDS + 60)
 def test_cases_hold_on_processes(seed, tmp_path):
-    """T1-T45, T52-T57, B1-B20, as far as they are of values and of what is sent."""
+    """T1-T45, T52-T57, B1-B20, the parts about values and the operations sent."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS), "--rdzv-backend", "c10d",
                 "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1", "--redirects", "3",
                 "--log-dir", str(tmp_path)]  # fmt: skip

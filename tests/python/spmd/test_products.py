@@ -1,4 +1,4 @@
-"""Products on sharded operands: column-, row- and data-parallel, what is pending and when it is reduced."""
+"""Products on sharded operands: column-, row- and data-parallel; partial results, and when they are reduced."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch_overlap.mesh import Layout, Mesh, from_local, recipe_of, shard
 
 
 def row_parallel(r, m=4, k=8, n=4):
-    """x @ w with k on tp: (pending, the whole product)."""
+    """Returns x @ w with k on tp: (partial, the whole product)."""
     x, w = r.randn(m, k), r.randn(k, n)
     with r.sends():
         y = r.check(shard(x, r.mesh, P(None, "tp")) @ shard(w, r.mesh, P("tp")), x @ w, "[],[] P{tp}")
@@ -56,7 +56,7 @@ def test_row_parallel_then_what_is_not_linear(name, seed):
         r.check(z, function(expected))
         assert not z.layout.partial or name == "product of two"
         with r.sends():
-            function(y)  # reduced once for all who ask
+            function(y)  # reduced once for all uses
 
     on_mesh("tp=2", body, seed)
 
@@ -65,7 +65,7 @@ def test_row_parallel_then_a_narrower_type(seed):
     """T28: a cast to f16 is that of the sum, bit for bit."""
 
     def body(r):
-        terms = torch.tensor([[2049.0, 1.0], [1.0, 0.3]])  # 2049 is no f16: reduced after the cast it would be 2048
+        terms = torch.tensor([[2049.0, 1.0], [1.0, 0.3]])  # 2049 is not an f16: reduced after the cast it would be 2048
         y = from_local(terms[r.index], r.mesh, "[] P{tp}")
         with r.sends("all_reduce tp"):
             half = y.to(torch.float16)
@@ -91,7 +91,7 @@ DEFERRED = {
 
 @pytest.mark.parametrize("name", DEFERRED)
 def test_row_parallel_then_what_is_linear(name, seed):
-    """T29: stays pending; one all_reduce at the end."""
+    """T29: stays partial; one all_reduce at the end."""
 
     def body(r):
         y, expected = row_parallel(r)
@@ -106,7 +106,7 @@ def test_row_parallel_then_what_is_linear(name, seed):
 
 
 def test_row_parallel_then_other_operands(seed):
-    """T29: rows taken, a second product, two pending values added and joined."""
+    """T29: rows are taken, a second product, two partial values are added and joined."""
 
     def body(r):
         y, expected = row_parallel(r)
@@ -234,15 +234,15 @@ def test_vectors_and_batches(a, left, b, right, layout, seed):
     on_mesh("x=4", body, seed)
 
 
-# What lies so that no product can run on it as it is: what is sent, and how the result of square operands lies. It is
-# the cheapest by the default model, where equals are taken in a fixed order.
+# Layouts with which no product can run: the operations sent, and the layout of the result of square operands. It is the
+# cheapest by the default model, which breaks ties in a fixed order.
 CONFLICTS = [
     pytest.param("x=4", "[x],[]", "[],[x]", ["all_gather x"], "[x],[]", id="T35,B13: m and n on one axis"),
     pytest.param("x=2", "[x],[]", "[x],[]", ["all_gather x"], "[x],[]", id="B12: m and k on one axis"),
     pytest.param("x=2,y=2", "[],[x]", "[],[] I{x,y}", [], "[],[] P{x}", id="B11: k on one side"),
     pytest.param("x=2,y=2", "[],[x]", "[y],[]", ["all_gather x"], "[],[] P{y}", id="B11: k on two axes"),
     pytest.param("x=2,y=4", "[],[x]", "[y],[]", ["all_gather x"], "[],[] P{y}", id="B11: k on axes of two sizes"),
-    pytest.param("x=2", "[],[] P{x}", "[],[x]", ["all_reduce x"], "[],[x]", id="B14: pending, and n on that axis"),
+    pytest.param("x=2", "[],[] P{x}", "[],[x]", ["all_reduce x"], "[],[x]", id="B14: partial, and n on that axis"),
     pytest.param("x=2,y=2", "[x],[y]", "[x],[y]", ["all_gather y", "all_gather x"], "[x],[y]", id="B12: both"),
     pytest.param("x=2,y=2", "[x,y],[]", "[y,x],[]", ["all_gather x,y"], "[x,y],[]", id="B12: in another order"),
     pytest.param("x=2,y=2", "[],[] P{x,y}", "[x],[y]", ["all_reduce x,y"], "[],[y] P{x}", id="B14: both axes"),
@@ -255,7 +255,7 @@ CONFLICTS = [
 
 @pytest.mark.parametrize(("mesh", "left", "right", "sent", "layout"), CONFLICTS)
 def test_conflicting_operands(mesh, left, right, sent, layout, seed):
-    """T35, B11-B14: operands are brought together, the same way every time."""
+    """T35, B11-B14: operands are resharded to match, the same way every time."""
 
     def body(r):
         for m, k, n in ((8, 8, 8), (5, 7, 3)):

@@ -1,6 +1,6 @@
-"""Random meshes, layouts, shapes and types: what runs agrees with slicing, and with the functions of whole tensors.
+"""Random meshes, layouts, shapes and types: results agree with slicing, and with the functions of whole tensors.
 
-500 draws a property; `make stress` does 10,000 (TORCH_OVERLAP_STRESS=20). TEST_SEED repeats a run.
+500 draws per property; `make stress` runs 10,000 (TORCH_OVERLAP_STRESS=20). TEST_SEED repeats a run.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch_overlap import UnsupportedError
 from torch_overlap.mesh import DimSpec, Layout, Mesh, P, ShardingSpec, from_local, shard, to_layout
 from torch_overlap.mesh.dtensor import layout_from_placements, placements_of
 
-PER_MESH = 25  # draws on one mesh, whose communicators cost some time
+PER_MESH = 25  # draws per mesh: its communicators take time to make
 
 
 def random_mesh(draw: random.Random) -> Mesh:
@@ -30,7 +30,7 @@ def random_mesh(draw: random.Random) -> Mesh:
 
 
 def many(seed, body):
-    """`body` on a new mesh for each of some draws, until there were enough."""
+    """Runs `body` on a new mesh for each group of draws, until the number of draws is reached."""
     draw = random.Random(seed)
     for _ in range(draws() // PER_MESH):
         on_mesh(random_mesh(draw), body, draw.randrange(1 << 30))
@@ -38,7 +38,7 @@ def many(seed, body):
 
 @contextmanager
 def told(what):
-    """Says what a failure was of."""
+    """Adds the case to the message of a failure."""
     try:
         yield
     except Exception as error:
@@ -50,7 +50,7 @@ TYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.bool, tor
 
 @pytest.mark.stress
 def test_reshard_is_slicing(seed):
-    """Of every type, even and uneven; integers pending as well."""
+    """Reshards tensors of every type, even and uneven; integers partial as well."""
 
     def body(r):
         mesh = r.mesh.mesh
@@ -130,7 +130,7 @@ def test_functions_of_random_layouts(seed):
             with told(r.what):
                 out = r.check(function(*operands), expected)
                 if "max" in out.layout.partial.values():
-                    continue  # which has no gradient
+                    continue  # it has no gradient
                 out.backward(r.place(c, random_layout(r.draw, r.mesh.mesh, c.dim())))
                 for operand, leaf in zip(operands, leaves, strict=True):
                     r.check(operand.grad, leaf.grad, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""all_reduce, reduce_scatter and pmean on every mesh: value, parts, layout, and what is sent."""
+"""all_reduce, reduce_scatter and pmean on every mesh: value, parts, layout, and the operations sent."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ from torch_overlap.mesh import (
     shard,
 )
 
-BYTES = CostModel.bandwidth_only()  # plans that send the least; for small tensors H200s reduce and cut instead
+BYTES = CostModel.bandwidth_only()  # plans that send the least; the H200 model reduces and cuts
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("text", MESHES)
 def test_reduce_scatter_of_copies(text, axis, seed):
-    """T8: copies are terms, so the value is that times the ranks; over one axis of each mesh."""
+    """T8: copies are terms, so the result is the value times the number of ranks; over one axis of each mesh."""
 
     def body(r):
         x = r.randn(12, 12)
@@ -54,7 +54,7 @@ def test_reduce_scatter_on_the_one_axis(seed):
 
 
 def test_reduce_scatter_under_vmap(seed):
-    """T9: rows one by one; the batch dimension is free, the hidden one is scattered."""
+    """T9: rows are mapped one by one; the hidden dimension is scattered."""
 
     def body(r):
         x = r.randn(4, 16)
@@ -101,7 +101,7 @@ def test_reduce_scatter_of_parts_under_vmap(seed):
     ],
 )
 def test_reduce_scatter_takes_the_pending_axes(layout, after, sent, seed):
-    """B6: over what is pending, not over the mesh; onto a dimension that another axis shards."""
+    """B6: over the partial axes, not over the mesh; onto a dimension that another axis shards."""
 
     def body(r):
         x = r.randn(8, 4)
@@ -114,7 +114,7 @@ def test_reduce_scatter_takes_the_pending_axes(layout, after, sent, seed):
 
 @pytest.mark.parametrize("text", MESHES)
 def test_pmean(text, seed):
-    """T18, B7: of copies it is the value, divided by the size of the axis that was summed."""
+    """T18, B7: for copies the result is the value, divided by the size of the summed axis."""
 
     def body(r):
         x = r.randn(12, 4)
@@ -154,7 +154,7 @@ def test_all_reduce_of_parts(text, kind, seed):
 
 
 def test_pending_axes_survive_what_does_not_concern_them(seed):
-    """B8: an all_gather beside a pending sum leaves it, and it is reduced along its own axis: ones give 2, not 4."""
+    """B8: an all_gather leaves a partial sum, which is reduced along its own axis: ones give 2, not 4."""
 
     def body(r):
         x = r.randn(4, 3)
@@ -171,7 +171,7 @@ def test_pending_axes_survive_what_does_not_concern_them(seed):
 
 
 def test_two_pending_axes_are_reduced_once(seed):
-    """B9: ones pending on both axes of 2x2 are 4, in one collective."""
+    """B9: ones partial on both axes of 2x2 are 4, in one collective."""
 
     def body(r):
         ones = torch.ones(4, 3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Reshapes of sharded dimensions: parts stay where they are wherever the result has a layout for it."""
+"""Reshapes of sharded dimensions: parts stay in place whenever the result has a layout for it."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ CASES = [
     pytest.param("x=2", (8, 32), "[],[x]", (256,), None, ["all_to_all", "all_gather"], id="T42: merge, minor"),
     pytest.param("x=2", (7, 2), "[x],[]", (14,), None, ["all_gather"], id="B19: uneven"),
     pytest.param("x=2", (7, 2, 3), "[x],[],[]", (7, 6), "[x],[]", [], id="B19: uneven, beside"),
-    pytest.param("x=2,y=2", (8, 6), "[y],[] P{x}", (48,), "[y] P{x}", [], id="B19: pending"),
+    pytest.param("x=2,y=2", (8, 6), "[y],[] P{x}", (48,), "[y] P{x}", [], id="B19: partial"),
     pytest.param("x=2", (6, 4), "[x],[]", (4, 6), "[x],[]", [], id="B19: a common factor"),
     pytest.param("x=2", (1, 8, 1, 3), "[],[x],[],[]", (8, 3), "[x],[]", [], id="squeezed"),
 ]
@@ -23,7 +23,7 @@ CASES = [
 
 @pytest.mark.parametrize(("mesh", "shape", "before", "target", "after", "kinds"), CASES)
 def test_reshape(mesh, shape, before, target, after, kinds, seed):
-    """T40-T42, B19: nothing is sent where parts can stay, and one collective where they cannot."""
+    """T40-T42, B19: nothing is sent if parts can stay, otherwise one collective."""
 
     def body(r):
         for function in (lambda x: x.reshape(target), lambda x: torch.reshape(x, target), lambda x: x.view(target)):
@@ -84,7 +84,7 @@ MOVES = {
 
 @pytest.mark.parametrize("name", MOVES)
 def test_functions_that_move_elements(name, seed):
-    """T40-T42, B19: the value and the gradient, wherever the operand lies."""
+    """T40-T42, B19: the value and the gradient, with any layout of the operand."""
 
     def body(r):
         function = MOVES[name]

@@ -1,4 +1,4 @@
-"""reshard: every pair of layouts by its plan; what is sent, and nothing that is not needed."""
+"""reshard: every pair of layouts by its plan; only the necessary operations are sent."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ BYTES = CostModel.bandwidth_only()
     ],
 )
 def test_a_pair_of_layouts(mesh, before, after, sent, seed):
-    """T22-T26, B4, B8, B9: the collectives of the plan, which really run."""
+    """T22-T26, B4, B8, B9: the collectives of the plan are those that run."""
 
     def body(r):
         x = r.randn(8, 16)
@@ -47,7 +47,7 @@ def test_a_pair_of_layouts(mesh, before, after, sent, seed):
         assert [kind.split()[0] for kind in real] == sent
         plan = r.mesh.plan(y.layout, z.layout, x.shape, 8)
         assert [step.kind for step in plan.steps if step.sends] == [kind.split()[0] for kind in real]
-        made = y * 1  # a result keeps what it is moved to
+        made = y * 1  # the reshards of a result are cached
         first = made.reshard(after)
         r.sent()
         assert made.reshard(after).local is first.local
@@ -71,7 +71,7 @@ HANDED_OUT = {
 @pytest.mark.parametrize("before", ["[x],[]", "[],[] P{x}", "[],[x] P{y}"])
 @pytest.mark.parametrize("name", HANDED_OUT)
 def test_what_was_handed_out_may_be_changed(name, before, grad, seed):
-    """A result keeps what it is moved to; changed in place, that is no longer what it is moved to."""
+    """The reshards of a result are cached; after a change in place the cache is not used."""
 
     def body(r):
         x = r.randn(8, 6)
@@ -115,7 +115,7 @@ def test_exchanged_axes(seed):
 
 @pytest.mark.parametrize("text", MESHES)
 def test_every_mesh_goes_everywhere(text, seed):
-    """T22-T26 on all meshes, of ranks in another order, even and uneven."""
+    """T22-T26 on all meshes, with ranks in another order, even and uneven."""
     plain = Mesh.parse(text)
     ranks = plain.ranks[::-1]
 
@@ -133,7 +133,7 @@ def test_every_mesh_goes_everywhere(text, seed):
 
 
 def test_the_longer_meshes_have_what_they_need(seed):
-    """A mesh of four axes has a communicator for each and for all; others are split off when they are used."""
+    """A mesh of four axes has a communicator for each and for all; others are split off at their first use."""
 
     def body(r):
         x = r.randn(8, 8)

@@ -1,4 +1,4 @@
-"""Gradients of reshard, and how they lie: by the pairs of layouts."""
+"""Gradients of reshard, and their layouts: by pairs of layouts."""
 
 import math
 
@@ -26,7 +26,7 @@ def averages(layout):
 @pytest.mark.parametrize("kind", ["sum", "avg"])
 @pytest.mark.parametrize("text", MESHES)
 def test_reshard_between_any_layouts(text, kind, seed):
-    """The gradient of a reshard is the gradient of the same value: R and P, S and I change places as the pairs say."""
+    """The gradient of a reshard is the gradient of the same value: R and P, S and I are exchanged by the pairs."""
 
     def body(r):
         mesh = r.mesh.mesh
@@ -39,7 +39,7 @@ def test_reshard_between_any_layouts(text, kind, seed):
             x = r.place(r.randn(*shape), before).requires_grad_()
             y = x.reshard(after)
             c = r.randn(*shape)
-            # Of a mean of n terms each has 1/n of the gradient.
+            # Each of n terms of a mean has 1/n of the gradient.
             seed_gradient = r.place(c / averages(after), gradient_layout(after))
             (local,) = torch.autograd.grad(y.local, x.local, seed_gradient.local)
             r.check(gradient_of(x, local), c / averages(before))
@@ -47,7 +47,7 @@ def test_reshard_between_any_layouts(text, kind, seed):
     on_mesh(text, body, seed, cost=CostModel.bandwidth_only())
 
 
-# An axis that is invariant, of which only a part is used afterwards, or was before.
+# An invariant axis, of which only a part is used afterwards, or was before.
 PARTS = [
     ("[] I{x}", "[x:(1)2]"),
     ("[] I{x}", "[x:(1)2] I{x:(2)2}"),
@@ -75,7 +75,7 @@ def test_parts_of_an_invariant_axis(seed):
 
 @pytest.mark.parametrize("text", ["dp=2,tp=2", "dp=3,tp=2", "dp=2,tp=2,pp=2"])
 def test_reshard_twice_differentiated(text, seed):
-    """Of sum(x ** 3) the second derivative along d is 6 x d, wherever x was and is."""
+    """The second derivative of sum(x ** 3) along d is 6 x d, before and after any reshard."""
 
     def body(r):
         made = []
@@ -96,7 +96,7 @@ def test_reshard_twice_differentiated(text, seed):
 
 
 def test_a_plain_leaf_behind_shard(seed):
-    """shard of a plain tensor is differentiable: the whole gradient on every rank, whatever the layout."""
+    """shard of a plain tensor is differentiable: every rank gets the whole gradient, for any layout."""
 
     def body(r):
         for spec in (None, P("x"), P("x", "y"), P(("y", "x")), P(None, "y")):
@@ -135,13 +135,13 @@ def test_backward_of_a_pending_mean(seed):
     ],
 )
 def test_the_layout_of_a_gradient(mesh, layout, expected):
-    """R and P change places; so does the rest of an axis that is used in part."""
+    """R and P are exchanged; so is the rest of an axis that is used in part."""
     mesh = Mesh.parse(mesh)
     assert gradient_layout(Layout.parse(mesh, layout)) == Layout.parse(mesh, expected)
 
 
 def test_uneven_parts_of_an_axis(seed):
-    """18 rows over 4 ranks, as 2 x 9: half of the axis is left, along which gradients are pending."""
+    """18 rows on 4 ranks, as 2 x 9: half of the axis remains, along which gradients are partial."""
 
     def body(r):
         for n in (6, 18, 10):

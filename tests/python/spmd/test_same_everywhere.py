@@ -1,4 +1,5 @@
-"""What a rank looks at, or has, changes nothing that all ranks must do alike; modes and mistakes change no numbers."""
+"""A rank's queries and its uneven parts do not affect what all ranks must do alike; nor do modes and errors affect
+results."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch_overlap.mesh import Layout, P, Sharded, all_reduce, choices, choosing
 
 
 def test_uneven_parts_choose_alike(seed):
-    """The times of a fused and a plain product lie so near that parts of other sizes would decide otherwise."""
+    """The times of a fused and a plain product are so close that parts of other sizes would change the choice."""
 
     def body(r):
         x, w = r.randn(512, 64), r.randn(257, 64)
@@ -68,7 +69,7 @@ def test_a_gradient_may_be_wanted_later(seed):
     ("text", "whole"), [("[],[] P{a,b:avg}", 2.0), ("[],[] P{a:avg,b}", 2.0), ("[],[] P{a,b}", 4.0)]
 )
 def test_sums_and_averages_together(text, whole, seed):
-    """Terms of one on four ranks; and a value that becomes such terms is the same value."""
+    """Terms of one on four ranks; and a value that is resharded to such terms is the same value."""
 
     def body(r):
         layout = Layout.parse(r.mesh.mesh, text)
@@ -82,7 +83,7 @@ def test_sums_and_averages_together(text, whole, seed):
 
 
 def test_modes_of_the_caller(seed):
-    """Autocast where a deferred product ends, inference mode, a factor of -0.0, numbers of numpy."""
+    """Autocast at the end of a deferred product, inference mode, a factor of -0.0, numbers of numpy."""
 
     def body(r):
         x, w = r.randn(4, 6), r.randn(6, 4)
@@ -111,7 +112,7 @@ def test_two_losses_share_a_gather(seed):
         for how in ("plain", "fused"):
             leaves = [shard(t.clone(), r.mesh, P("x")).requires_grad_() for t in (x, v, w)]
             with choosing(how):
-                h = leaves[0].reshard(P(None, "x")).reshard(P("x"))  # a result, which keeps its gather
+                h = leaves[0].reshard(P(None, "x")).reshard(P("x"))  # a result, whose gather is cached
                 first = F.linear(h, leaves[1].anchor()).square().sum()
                 second = F.linear(h, leaves[2].anchor()).sum()
             first.backward()

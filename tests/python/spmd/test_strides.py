@@ -1,4 +1,4 @@
-"""Local tensors that are views: a function gives the same whatever their strides are."""
+"""Local tensors that are views: functions give the same with any strides."""
 
 import itertools
 
@@ -13,24 +13,24 @@ from torch_overlap.mesh.value_spec import layout_of
 
 
 def columns(x):
-    """x as every second column of a wider tensor."""
+    """Returns x as every second column of a wider tensor."""
     wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1] + 1)
     wide[..., 1::2] = x
     return wide[..., 1::2]
 
 
 def reversed_order(x):
-    """x with its first dimension contiguous."""
+    """Returns x with its first dimension contiguous."""
     order = list(reversed(range(x.dim())))
     return x.permute(order).contiguous().permute(order)
 
 
 def cropped(x):
-    """x as the end of a longer tensor: contiguous, not at the beginning of its memory."""
+    """Returns x as the end of a longer tensor: contiguous, not at the beginning of its memory."""
     return torch.cat((x[:1], x))[1:]
 
 
-# Composite operators that choose a kernel by strides, views that depend on strides, kernels that read raw memory.
+# Composite operators that select a kernel by strides, views that depend on strides, kernels that read raw memory.
 FUNCTIONS = {
     "_weight_norm": (lambda v, g: torch._weight_norm(v, g, 0), [(4, 6), (4, 1)]),
     "_weight_norm along the last dimension": (lambda v, g: torch._weight_norm(v, g, 1), [(4, 6), (1, 6)]),
@@ -84,7 +84,7 @@ def test_results_do_not_depend_on_strides(name, seed):
 
 
 def test_memory_is_not_addressed_by_strides(seed):
-    """as_strided of a view would take what the layout put into memory."""
+    """as_strided of a view would depend on the memory made by the layout."""
 
     def body(r):
         x = from_local(r.randn(4, 6), r.mesh, None)

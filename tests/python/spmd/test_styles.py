@@ -1,4 +1,4 @@
-"""Plans for parallelize_module, taken by shard_module: plain models, whole, in fp64 beside them."""
+"""Plans for parallelize_module, used by shard_module: plain models, compared with unsharded ones in fp64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = 4
 
 
 def drawn(model, generator):
-    """Ranks are threads: they share torch's own generator."""
+    """Ranks are threads, which share torch's own generator."""
     with torch.no_grad():
         for parameter in model.double().parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
@@ -73,13 +73,13 @@ def test_a_plan_of_styles_shards_a_model(seed, axes, sequence_parallel, bias):
     ranks = 4 if "dp=2" in axes else 2
     for how in ("plain", "fused"):
         fused = run_ranks(check_model, ranks, axes, seed, sequence_parallel, bias, how, backend="local")[0]
-        # Without sequence parallelism a pending sum goes on through the residual, and is reduced before the norm.
+        # Without sequence parallelism a partial sum passes through the residual, and is reduced before the norm.
         both = {"all_gather_matmul", "matmul_reduce_scatter"} if sequence_parallel and how == "fused" else set()
         assert fused == both
 
 
 def check_boundaries(comm, seed):
-    """Names beside styles, a first argument by name, outputs that are gathered."""
+    """Names together with styles, a first argument by name, outputs that are gathered."""
     mesh = connect({"tp": 2}, comm)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(4, 6, 8, generator=generator, dtype=torch.float64)
@@ -120,7 +120,7 @@ def check_mistakes(comm):
         model = Llama(**options)
         with pytest.raises(error, match=message):
             shard_module(model, mesh, styles, axis=axis)
-        assert type(model.layers["0"]).__mro__[1] is nn.Module  # as it was
+        assert type(model.layers["0"]).__mro__[1] is nn.Module  # unchanged
 
     refuses(
         TypeError, r"^ColumnParallel: expected an nn.Linear, got RMSNorm; change the plan", {"norm": ColumnParallel()}
@@ -132,7 +132,7 @@ def check_mistakes(comm):
     refuses(InvalidValueError, r"^shard_module: expected axis= with styles, one of \['dp', 'tp'\], got None",
             plan(True), axis=None)  # fmt: skip
     refuses(InvalidValueError, "expected axis= with styles, one of .*, got 'pp'", plan(True), axis="pp")
-    for option in ({"algorithm": "ring"}, {"require_fused": True}, {"fp8": Float8Recipe()}):
+    for option in ({"algorithm": "p2p"}, {"require_fused": True}, {"fp8": Float8Recipe()}):
         refuses(UnsupportedError, r"^shard_module: expected a style without .*, got RowParallel with .*choosing\(",
                 {"layers.*.attention.wo": RowParallel(**option)})  # fmt: skip
     model = shard_module(Llama(), mesh, {"layers.0": ShardInput()}, axis="tp")

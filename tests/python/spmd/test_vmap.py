@@ -1,4 +1,4 @@
-"""vmap over Sharded values: against torch.vmap, or a loop, on whole tensors."""
+"""vmap over Sharded values: compared with torch.vmap, or a loop, on whole tensors."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_overlap import InvalidTypeError, InvalidValueError
+from torch_overlap import InvalidTypeError, InvalidValueError, StateError, comm_names
 from torch_overlap.mesh import (
     P,
     Sharded,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture
 def on_mesh(seed):
     def run(body, *, backend="local", **axes):
-        """body(mesh, draw) on every rank; draw(shape) is the same fresh tensor on all of them."""
+        """Runs body(mesh, draw) on every rank; draw(shape) is the same fresh tensor on all of them."""
 
         def rank(comm):
             mesh = connect(axes, comm)
@@ -245,7 +245,7 @@ FUNCTIONS = {
     "broadcast": lambda x: broadcast(all_gather(x, 0), 1, "tp") * 2,
     "axis_index": lambda x: x * axis_index(x.mesh, "tp")[0:1].unsqueeze(-1),
     "assume_partial": lambda x: all_reduce(assume_partial(all_gather(x, 0), "tp")),
-    "pending": lambda x: torch.exp(x.t() @ x),
+    "partial": lambda x: torch.exp(x.t() @ x),
     "sum": lambda x: x.sum(0) + x.mean(),
     "norm": lambda x: F.layer_norm(x, (6,)) + F.layer_norm(x.t(), (4,)).t(),
     "cat": lambda x: torch.cat([x, x * 2], 0).reshape(2, 4, 6),
@@ -256,7 +256,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 def test_each_function_on_each_example(name, on_mesh):
-    """Against a loop over the examples, along a mapped dimension that is whole, and one that is sharded."""
+    """Compares with a loop over the examples, along a mapped dimension that is whole, and one that is sharded."""
     function = FUNCTIONS[name]
 
     def body(mesh, draw):
@@ -398,3 +398,20 @@ def processes(comm):
 
 def test_on_processes():
     run_ranks(processes, 2, backend="gloo")
+
+
+def close_after_vmap(comm, axes):
+    mesh = connect(axes, comm)
+    step = vmap(lambda row: torch.tanh(row), spmd_axis_name="dp")
+    x = shard(torch.ones(4, 6), mesh, P("dp"))
+    step(x)
+    mesh.close()
+    with pytest.raises(StateError, match="expected an open mesh"):
+        step(x)
+    mesh.close()  # a second call does nothing
+    assert not [name for name in comm_names() if name.startswith(f"{mesh.name}/")]
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 2}], ids=["groups", "one rank each"])
+def test_meshes_of_the_other_axes_end_with_their_mesh(axes):
+    run_ranks(close_after_vmap, math.prod(axes.values()), axes)

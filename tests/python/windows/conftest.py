@@ -1,4 +1,4 @@
-"""Windows move memory on gloo and local; on fake they only check."""
+"""Windows move memory on gloo and local; on fake they only check arguments."""
 
 import pytest
 
@@ -6,7 +6,7 @@ CPU = [("gloo", size) for size in (1, 2, 3, 4)] + [("local", size) for size in (
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`backend, size`: both backends that move data, in every size."""
+    """Parametrizes `backend, size`: both backends that move data, in every size."""
     if {"backend", "size"} <= set(metafunc.fixturenames):
         metafunc.parametrize(("backend", "size"), CPU)
     if "pair_backend" in metafunc.fixturenames:

@@ -1,4 +1,4 @@
-"""What is wrong with a window operation is said before anything is written, and on every rank where all must know."""
+"""Invalid window operations raise before anything is written, and on every rank if all must know."""
 
 import os
 import time
@@ -82,7 +82,7 @@ def run_mistakes(comm: TorchComm) -> None:
             call()
     with pytest.raises(to.StateError, match="tensor_register: expected a window without a tensor"):
         window.tensor_register(before)
-    # All goes on.
+    # The window stays usable.
     window.put(x, rank, 0, False)
     assert (window.get_tensor()[:4] == 1).all()
     window.tensor_deregister()
@@ -94,7 +94,7 @@ def test_mistakes(which: str, ranks: int) -> None:
 
 
 def run_one_rank_is_wrong(comm: TorchComm) -> None:
-    """Every rank gets the error of the one that is wrong; the communicator goes on."""
+    """Every rank gets the error of the rank at fault; the communicator stays usable."""
     rank = comm.get_rank()
     good = to.symmetric_empty(8, torch.float32, comm)
     wrong = {
@@ -172,7 +172,7 @@ def run_signal_that_does_not_come(comm: TorchComm, async_op: bool) -> None:
         assert 0.4 < time.monotonic() - begin < 0.5 + 30
         with pytest.raises(to.StateError, match="wait_signal"):
             window.put(torch.ones(1), 0, 0, False)
-    comm.barrier(False)  # the parent goes on
+    comm.barrier(False)  # the parent stays usable
     child.abort()
 
 
@@ -185,12 +185,12 @@ def run_abort_ends_waits(comm: TorchComm) -> None:
     child = comm.split([0, 1])
     assert child is not None
     window = child.new_window(to.symmetric_empty(8, torch.float32, comm))
-    waits = [window.wait_signal(comm.get_rank(), True) for _ in range(3)]  # its own: that the peer left is another end
+    waits = [window.wait_signal(comm.get_rank(), True) for _ in range(3)]  # its own: a departed peer is another error
     child.abort()
     for work in waits:
         with pytest.raises(to.StateError, match=r"wait_signal.*failed or was aborted|wait_signal.*not run"):
             work.wait()
-    window.tensor_deregister()  # asks nobody
+    window.tensor_deregister()  # not collective
     with pytest.raises(to.StateError):
         child.new_window(to.symmetric_empty(8, torch.float32, comm))
 
@@ -200,7 +200,7 @@ def test_an_abort_ends_waits(pair_backend: str) -> None:
 
 
 def run_deregister_in_vain(comm: TorchComm) -> None:
-    """An operation that does not end in time is an error on every rank, after the time."""
+    """An operation that does not end within the timeout is an error on every rank."""
     child = comm.split([0, 1])
     assert child is not None
     window = child.new_window(to.symmetric_empty(8, torch.float32, comm))
@@ -221,7 +221,7 @@ def test_deregistering_is_bounded_in_time(pair_backend: str) -> None:
 
 
 def run_deregister_when_broken(comm: TorchComm) -> None:
-    """A survivor lets go of its memory at once, and does not wait for ranks that may be gone."""
+    """A survivor releases its memory at once, and does not wait for ranks that may have died."""
     child = comm.split([0, 1])
     assert child is not None
     window = child.new_window(to.symmetric_empty(8, torch.float32, comm))
@@ -260,7 +260,7 @@ def run_unreachable(comm: TorchComm) -> None:
     pretence = to._C._PretendUnreachable()
     message = (
         r"^tensor_register: expected ranks that can reach each other's memory, got rank 0, which cannot reach that of "
-        r"rank 1: ranks are told not to use each other's memory$"
+        r"rank 1: ranks pretend that peers' memory is unreachable$"
     )
     with pytest.raises(to.UnsupportedError, match=message):
         comm.new_window(to.symmetric_empty(8, torch.float32, comm))
@@ -294,7 +294,7 @@ def open_descriptors() -> int:
 
 
 def run_leaves_nothing(comm: TorchComm) -> None:
-    """Descriptors, mappings and keys of the store: as many after a hundred windows as after five."""
+    """Numbers of descriptors, mappings and store keys: the same after a hundred windows as after five."""
 
     def use() -> None:
         window = comm.new_window(to.symmetric_empty(1000, torch.float32, comm))
@@ -307,7 +307,7 @@ def run_leaves_nothing(comm: TorchComm) -> None:
             return sum("torch_overlap" in line and "memfd" in line for line in maps)
 
     def settled(most: tuple[int, int], seconds: int) -> tuple[int, int]:
-        """The thread that ran an operation may hold its memory for a moment after the end."""
+        """Waits, because the thread that ran an operation may hold its memory for a moment after the end."""
         for _ in range(50 * seconds):
             now = open_descriptors(), mappings()
             if now[0] <= most[0] and now[1] <= most[1]:
@@ -332,7 +332,7 @@ def test_windows_leave_nothing_behind() -> None:
 
 
 def run_reconfigure(rank: int, size: int, store: object) -> None:
-    """What is registered belongs to the members of then; the present ones register again."""
+    """A registration belongs to the members of its time; the present ones register again."""
     comm = to.new_comm(
         "gloo", "cpu", "regrouped", store=store, rank=rank, size=size, enable_reconfigure=True,
         abort_process_on_timeout_or_error=False, timeout=timedelta(seconds=30),
@@ -347,7 +347,7 @@ def run_reconfigure(rank: int, size: int, store: object) -> None:
     for call in (lambda: window.signal(1 - rank, False), lambda: window.map_remote_tensor(0)):
         with pytest.raises(to.StateError, match="expected a tensor that the communicator's present members"):
             call()
-    window.tensor_deregister()  # asks nobody
+    window.tensor_deregister()  # not collective
     window.tensor_register(to.symmetric_empty(8, torch.float32, comm))
     window.signal(1 - rank, False)
     window.wait_signal(1 - rank, False)

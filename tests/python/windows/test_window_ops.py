@@ -13,7 +13,7 @@ COUNT = 500
 
 
 def exchange(buffer: torch.Tensor, x: torch.Tensor, window: to.TorchCommWindow, right: int, left: int) -> torch.Tensor:
-    """What the left neighbour's x is, times two, and back: a signal that it was read comes last."""
+    """Returns the left neighbour's x times two, plus one; a signal that it was read is last."""
     ops.put(buffer, x * 2, window, right)
     ops.signal(buffer, window, right)
     ops.wait_signal(buffer, window, left)
@@ -68,7 +68,7 @@ def test_a_compiler_that_works_on_copies_is_refused() -> None:
 
 
 def run_fake_tensors(comm: TorchComm) -> None:
-    """What opcheck cannot do with a window's own tensor."""
+    """Checks the operators on a fake window tensor, which opcheck does not support."""
     buffer = to.symmetric_empty(8, torch.float32, comm)
     window = comm.new_window(buffer)
     with FakeTensorMode() as mode:
@@ -89,7 +89,7 @@ def test_fake_tensors_and_schemas() -> None:
 
 @pytest.mark.parametrize("name", ["put", "signal", "wait_signal"])
 def test_opcheck(name: str) -> None:
-    """On the meta device: elsewhere it passes copies, which these operators refuse."""
+    """On the meta device: on others opcheck passes copies, which these operators refuse."""
     x, source = torch.empty(8, device="meta"), torch.empty(3, device="meta")
     args = {"put": (x, source, 1, 5, "w"), "signal": (x, 1, "w"), "wait_signal": (x, 1, "w")}[name]
     results = torch.library.opcheck(getattr(raw, name).default, args)

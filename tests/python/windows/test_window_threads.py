@@ -24,7 +24,7 @@ def run_windows_of_their_own(comm: TorchComm) -> None:
         window = windows[index]
         for step in range(100):
             if step > 0:
-                window.wait_signal(right, async_op=False)  # what is there was read
+                window.wait_signal(right, async_op=False)  # the previous data was read
             value = float(1000 * step + 10 * index)
             window.put(torch.full((COUNT,), value + rank), right, 0, async_op=step % 2 == 0)
             window.signal(right, async_op=step % 3 == 0)
@@ -34,7 +34,7 @@ def run_windows_of_their_own(comm: TorchComm) -> None:
 
     with ThreadPoolExecutor(THREADS) as pool:
         threads = [pool.submit(around, index) for index in range(THREADS)]
-        for _ in range(30):  # collectives go on meanwhile
+        for _ in range(30):  # collectives run in the meantime
             x = torch.ones(100)
             comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
             assert (x == size).all()
@@ -50,7 +50,7 @@ def test_threads_with_windows_of_their_own(which: str, ranks: int) -> None:
 
 
 def run_deregister_under_puts(comm: TorchComm, seed: int) -> None:
-    """Each thread's put is done or refused; after the last one nobody writes any more."""
+    """Each thread's put is done or refused; after the last one nothing is written any more."""
     dice = random.Random(seed + comm.get_rank())
     for _ in range(10):
         window = comm.new_window(to.symmetric_empty(COUNT, torch.float32, comm))

@@ -35,7 +35,7 @@ def run_ring(comm: TorchComm, seed: int) -> None:
     for step in range(100):
         x = random_like(COUNT, torch.float32, seed + step * size + rank)
         if step > 0:
-            window.wait_signal(right, async_op=step % 3 == 0).wait()  # what is there was read
+            window.wait_signal(right, async_op=step % 3 == 0).wait()  # the previous data was read
         window.put(x, right, rank * COUNT, async_op=step % 2 == 0)
         window.signal(right, async_op=step % 2 == 0)
         window.wait_signal(left, async_op=False)
@@ -88,13 +88,13 @@ def run_map(comm: TorchComm, seed: int) -> None:
         assert torch.equal(tensor, random_like(COUNT, torch.float32, seed + peer))
         assert window.get_attr(peer).access_type == to.TorchCommWinAccessType.WIN_ACCESS_TYPE_UNIFIED
     comm.barrier(False)
-    mapped[(rank + 1) % size][0] = float(rank)  # written by hand
+    mapped[(rank + 1) % size][0] = float(rank)  # written directly
     comm.barrier(False)
     assert buffer[0] == (rank - 1) % size
     window.tensor_deregister()
     del window, buffer
     comm.barrier(False)
-    # A mapped tensor keeps the memory, also of a rank that has let go.
+    # A mapped tensor keeps the memory alive, also that of a rank that has released it.
     for peer, tensor in enumerate(mapped):
         assert torch.equal(tensor[1:], random_like(COUNT, torch.float32, seed + peer)[1:])
 
@@ -104,7 +104,7 @@ def test_the_memory_of_others_as_tensors(backend: str, size: int, seed: int) -> 
 
 
 def run_signals_count(comm: TorchComm) -> None:
-    """Signals are counted, belong to one window, and a put is none."""
+    """Signals are counted, belong to one window, and a put is not one."""
     rank = comm.get_rank()
     peer = 1 - rank
     one = comm.new_window(to.symmetric_empty(8, torch.float32, comm))
@@ -118,7 +118,7 @@ def run_signals_count(comm: TorchComm) -> None:
         work.wait()
     comm.barrier(False)
     time.sleep(0.1)
-    assert not waits[5].is_completed()  # neither the put nor the other window's were signals of this one
+    assert not waits[5].is_completed()  # neither the put nor the other window's signals count here
     assert not other.is_completed()
     comm.barrier(False)
     two.signal(peer, False)
@@ -127,7 +127,7 @@ def run_signals_count(comm: TorchComm) -> None:
     comm.barrier(False)
     one.signal(peer, False)
     waits[5].wait()
-    # Surplus signals stay with their window: a new one starts from nothing.
+    # Surplus signals stay with their window: a new one starts at zero.
     one.signal(peer, False)
     one.tensor_deregister()
     three = comm.new_window(to.symmetric_empty(8, torch.float32, comm))
@@ -145,7 +145,7 @@ def test_signals_count_and_do_not_leak(pair_backend: str) -> None:
 
 
 def run_put_with_signal(comm: TorchComm, seed: int) -> None:
-    """The signal that put is asked for is one like any other: after what was put, counted, seen by hooks."""
+    """The signal of a put behaves like any other: it follows the data, is counted, and is seen by hooks."""
     rank, size = comm.get_rank(), comm.get_size()
     right, left = (rank + 1) % size, (rank - 1) % size
     window = comm.new_window(to.symmetric_empty(3 * COUNT, torch.float32, comm))
@@ -165,12 +165,12 @@ def run_put_with_signal(comm: TorchComm, seed: int) -> None:
         assert torch.equal(window.get_tensor()[step * COUNT :][:COUNT], expected)
     wait = window.wait_signal(left, True)
     comm.barrier(False)
-    assert not wait.is_completed()  # one signal a put
+    assert not wait.is_completed()  # one signal per put
     comm.barrier(False)
     with pytest.raises(to.InvalidValueError, match="put: expected elements inside"):
         window.put(torch.ones(1), right, 3 * COUNT, False, signal=True)
     comm.barrier(False)
-    assert not wait.is_completed()  # a put that is refused signals nobody
+    assert not wait.is_completed()  # a put that is refused signals no rank
     comm.barrier(False)
     window.signal(right, False)
     wait.wait()
@@ -182,7 +182,7 @@ def test_a_put_signals_when_it_is_asked_to(backend: str, size: int, seed: int) -
 
 
 def run_waits_hold_up_nobody(comm: TorchComm) -> None:
-    """A wait that is issued first is the last to be satisfied; other windows' and all else goes on meanwhile."""
+    """The first wait that is issued is the last to be satisfied; other windows and operations run in the meantime."""
     peer = 1 - comm.get_rank()
     first = comm.new_window(to.symmetric_empty(8, torch.float32, comm))
     second = comm.new_window(to.symmetric_empty(8, torch.float32, comm))
@@ -206,7 +206,7 @@ def test_a_wait_holds_up_nothing(pair_backend: str) -> None:
 
 
 def run_views(comm: TorchComm, seed: int) -> None:
-    """Windows on parts of one allocation, at another place on each rank."""
+    """Windows on parts of one allocation, at another offset on each rank."""
     rank, size = comm.get_rank(), comm.get_size()
     arena = to.symmetric_empty(10 * COUNT, torch.float32, comm)
     arena.fill_(99)
@@ -245,12 +245,12 @@ def run_life(comm: TorchComm) -> None:
     window.signal(peer_rank=peer, async_op=False)
     window.wait_signal(peer_rank=(comm.get_rank() - 1) % comm.get_size(), async_op=False)
     assert buffer.tolist() == [0, 0, 7, 7]
-    window.put(torch.empty(0, dtype=torch.int32), peer, 4, False)  # nothing, at the very end
+    window.put(torch.empty(0, dtype=torch.int32), peer, 4, False)  # no elements, at the very end
     del buffer
     with pytest.raises(to.StateError, match=r"get_tensor: expected a tensor that its owner keeps.*owning=True"):
         window.get_tensor()
     window.tensor_deregister()
-    # Again, of another size; and once with nothing but signals.
+    # Again, with another size; and once with only signals.
     window.tensor_register(to.symmetric_empty((3, 5), torch.float32, comm))
     assert window.shape == (3, 5)
     window.tensor_deregister()
@@ -271,7 +271,7 @@ def test_the_life_of_a_window(backend: str, size: int) -> None:
 
 
 def run_empty(comm: TorchComm) -> None:
-    """A put of no elements moves nothing, and its signal comes; also behind a window's end, or in an empty one."""
+    """A put of no elements moves nothing, and its signal arrives; also past a window's end, or in an empty one."""
     rank, size = comm.get_rank(), comm.get_size()
     right, left = (rank + 1) % size, (rank - 1) % size
     for count in (5, 0):
@@ -294,7 +294,7 @@ def test_puts_of_nothing(backend: str, size: int) -> None:
 
 
 def run_any_tensor(comm: TorchComm) -> None:
-    """Ranks that are threads share what memory they like, and keep it alive for each other."""
+    """Ranks that are threads share any memory, and keep it alive for each other."""
     rank = comm.get_rank()
     window = comm.new_window(torch.full((4,), float(rank)))
     comm.barrier(False)
@@ -310,7 +310,7 @@ def test_threads_take_any_tensor() -> None:
 
 
 def run_in_flight(comm: TorchComm) -> None:
-    """tensor_deregister waits for what is under way, on every rank."""
+    """tensor_deregister waits for operations in flight, on every rank."""
     rank = comm.get_rank()
     window = comm.new_window(to.symmetric_empty(1 << 20, torch.float32, comm))
     buffer = window.get_tensor()
@@ -367,7 +367,7 @@ def run_fake(comm: TorchComm) -> None:
     assert torch.equal(window.map_remote_tensor(rank), buffer)
     with pytest.raises(to.UnsupportedError, match="map_remote_tensor: expected a rank whose memory") as refused:
         window.map_remote_tensor((rank + 1) % size)
-    assert "put()" not in str(refused.value)  # which goes nowhere
+    assert "put()" not in str(refused.value)  # put() is no alternative here
     window.tensor_deregister()
 
 

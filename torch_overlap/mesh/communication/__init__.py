@@ -1,4 +1,5 @@
-"""Communication as functions of Sharded values: each one's shape, layout, gradient, cost and execution in one file."""
+"""Communication as functions of Sharded values. One file has each function's shape, layout, gradient, cost and
+execution."""
 
 from torch_overlap.mesh.communication.all_gather import (
     AllGatherOp,

@@ -1,7 +1,7 @@
-"""all_gather, gather_all_axes: dimensions that are whole again.
+"""all_gather, gather_all_axes: make sharded dimensions whole.
 
-Shape: the global one stays. Layout: the axes of the dimension become invariant. Gradient: S -> I, each rank's part of
-its own gradient; nothing is sent. Cost: (N-1)/N of the gathered tensor.
+Shape: the global one is unchanged. Layout: the axes of the dimension become invariant. Gradient: S -> I, each rank's
+part of its own gradient; nothing is sent. Cost: (N-1)/N of the gathered tensor.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _all_gather, _gather_all_axes = AllGatherOp(), GatherAllAxesOp()
 
 
 def all_gather(x: Sharded, axis: int) -> Sharded:
-    """`x` with dimension `axis` whole on every rank: over all axes that shard it, and no others.
+    """Returns `x` with dimension `axis` whole on every rank, gathered over all axes that shard it and no others.
 
-    What is sharded elsewhere, or pending, stays so. Negative dimensions count from the end.
+    Other dimensions stay sharded, and partial values stay partial. Negative dimensions count from the end.
     """
     return _all_gather(x, axis)
 
 
 def gather_all_axes(x: Sharded) -> Sharded:
-    """`x` whole on every rank: what is pending is reduced, what is sharded is gathered. Invariant along every axis."""
+    """Returns `x` whole on every rank: partial axes are reduced, sharded ones gathered. Invariant along every axis."""
     return _gather_all_axes(x)

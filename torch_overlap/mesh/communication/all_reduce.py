@@ -1,9 +1,9 @@
-"""all_reduce, pmean: the reduction of all ranks' local tensors along some axes, on each of them.
+"""all_reduce, pmean: reduce all ranks' local tensors along some axes, with the result on each of them.
 
 Shape: that of the local tensors; a dimension that was sharded along a reduced axis shrinks to one part.
-Layout: the axes become invariant. Gradient: P -> I, the gradient of every term is that of the result (of a value whose
-copies are the terms, the sum of theirs); not for max, min and product, which raise when one is asked. Cost: 2(N-1)/N of
-the tensor.
+Layout: the axes become invariant. Gradient: P -> I, the gradient of every term is that of the result (if the terms are
+the copies of one value, it is the sum of theirs); max, min and product raise if a gradient is requested. Cost:
+2(N-1)/N of the tensor.
 """
 
 from __future__ import annotations
@@ -35,23 +35,21 @@ class AllReduceOp(LayoutOperation):
             axes = axis_names(self.name, spec.mesh.mesh, reduce_axes)
         else:
             axes = list(spec.layout.partial) or the_only_axis(self.name, spec, "reduce_axes")
-            if reduce_op is None and spec.layout.partial:  # each axis as it is pending
+            if reduce_op is None and spec.layout.partial:  # each axis by its own partial kind
                 return Move(spec.layout, settled(spec.layout, axes), tuple(spec.shape))
         source, _, shape = terms(self.name, spec, axes, reduction(self.name, spec.layout, axes, reduce_op))
         return Move(source, settled(source, axes), shape)
 
 
 class PMeanOp(LayoutOperation):
-    """The mean over an axis; see pmean."""
+    """Averages over an axis; see pmean."""
 
     name = "pmean"
 
     def move(self, spec: Spec, axis_name: Axes = None) -> Move:
         pending = [name for name, kind in spec.layout.partial.items() if kind not in ("sum", "avg")]
         if pending:
-            raise InvalidValueError(
-                f"pmean: expected a value that is no pending reduction over {pending}, got {spec.text}"
-            )
+            raise InvalidValueError(f"pmean: expected a value that is not partial over {pending}, got {spec.text}")
         axes = axis_names(self.name, spec.mesh.mesh, axis_name) or the_only_axis(self.name, spec, "axis_name")
         layout = spec.layout.with_partial({n: k for n, k in spec.layout.partial.items() if n not in axes})
         plain = Spec(spec.mesh, layout, spec.shape, spec.dtype)
@@ -63,26 +61,30 @@ _all_reduce, _pmean = AllReduceOp(), PMeanOp()
 
 
 def all_reduce(x: Sharded, reduce_op: str | None = None, reduce_axes: Axes = None) -> Sharded:
-    """The reduction of all ranks' local tensors over `reduce_axes`, on each of them.
+    """Reduces all ranks' local tensors over `reduce_axes`; each of them gets the result.
 
-    Without `reduce_axes`: what is pending, each axis as it is; of a value that is not, the one axis of the mesh. Named
-    axes are reduced whatever lies along them: along an axis that shards a dimension, the parts are the terms (they must
-    be of one size, and the dimension becomes as large as one), along one where the value is whole each rank's copy is.
+    Along an axis that shards a dimension, the parts are the terms: they must have the same size, and the dimension
+    becomes as large as one part. Along an axis where the value is whole, each rank's copy is a term.
 
     Args:
-        reduce_op: "sum", "avg" (or "mean"), "max", "min", "product" (or "prod"); None: as pending, else a sum.
+        x: the value.
+        reduce_op: "sum", "avg" (or "mean"), "max", "min", "product" (or "prod"). Default: the kind of the partial axes,
+            else a sum.
+        reduce_axes: the axes. Default: the partial ones, each reduced by its own kind; if `x` is not partial, the only
+            axis of the mesh.
 
     Returns: invariant along `reduce_axes`: the gradient is whole on every rank, and that of each term is the same.
 
     Raises:
-        InvalidValueError: an unknown reduction or axis, parts of several sizes.
+        InvalidValueError: an unknown reduction or axis, or parts of different sizes.
     """
     return _all_reduce(x, reduce_op, reduce_axes)
 
 
 def pmean(x: Sharded, axis_name: Axes = None) -> Sharded:
-    """The mean of all ranks' local tensors along an axis (the one of the mesh unless given), on each of them.
+    """Returns the mean of all ranks' local tensors along an axis (default: the only axis of the mesh), on each of them.
 
-    Of a value that is the same along the axis: that value. Gradient: of each rank's tensor 1/N of the result's.
+    The mean of a value that is the same along the axis is that value. Gradient: each rank's tensor gets 1/N of the
+    result's.
     """
     return _pmean(x, axis_name)

@@ -1,7 +1,7 @@
-"""all_to_all: a sharding moves from one dimension to another.
+"""all_to_all: moves a sharding from one dimension to another.
 
-Shape: the global one stays. Layout: the axes of `concat_axis` leave it and are the last ones of `split_axis`.
-Gradient: the way back. Cost: (N-1)/N of a rank's tensor.
+Shape: the global one is unchanged. Layout: the axes of `concat_axis` move to the end of the axes of `split_axis`.
+Gradient: the reverse exchange. Cost: (N-1)/N of a rank's tensor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import LayoutOperation, Move, check_divisible, wrap_dim
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import asked
+from torch_overlap.mesh.tracing import as_trace_constant
 from torch_overlap.mesh.value_spec import Spec, ranks_of
 
 __all__ = ["AllToAllOp", "all_to_all"]
@@ -37,9 +37,10 @@ _all_to_all = AllToAllOp()
 
 
 def all_to_all(x: Sharded, split_axis: int, concat_axis: int, tiled: bool = True) -> Sharded:
-    """Dimension `concat_axis`, sharded until now, becomes whole, and `split_axis` is sharded over the same axes.
+    """Makes the sharded dimension `concat_axis` whole, and shards `split_axis` over the same axes.
 
-    `tiled=False`: the parts of `concat_axis` are stacked, not joined: the dimension becomes two, [parts, part].
+    With `tiled=False` the parts of `concat_axis` are stacked instead of concatenated: the dimension becomes two,
+    [parts, part].
 
     Raises:
         InvalidValueError: `split_axis` is not divisible by the number of parts.
@@ -47,7 +48,7 @@ def all_to_all(x: Sharded, split_axis: int, concat_axis: int, tiled: bool = True
     y = _all_to_all(x, split_axis, concat_axis)
     if tiled:
         return y
-    dim, parts, size = asked(_stacked, x.spec, concat_axis)
+    dim, parts, size = as_trace_constant(_stacked, x.spec, concat_axis)
     stacked: Sharded = y.unflatten(dim, (parts, size))
     return stacked
 

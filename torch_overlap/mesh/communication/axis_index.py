@@ -1,6 +1,6 @@
-"""axis_index: where each rank is along an axis.
+"""axis_index: the coordinate of each rank along an axis.
 
-Shape: [size of the axis], one element a rank. Layout: sharded along the axis. No gradient, no cost.
+Shape: [size of the axis], one element per rank. Layout: sharded along the axis. No gradient, no cost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch_overlap._C import MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.base import CollectiveOperation, axis_names
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import asked
+from torch_overlap.mesh.tracing import as_trace_constant
 from torch_overlap.mesh.value_spec import Spec, spec_of, with_invariant_rest
 
 __all__ = ["AxisIndexOp", "axis_index"]
@@ -23,7 +23,7 @@ class AxisIndexOp(CollectiveOperation):
     name = "axis_index"
 
     def __call__(self, mesh: MeshComms, axis_name: str) -> Sharded:
-        place, spec = asked(_place, mesh, axis_name)
+        place, spec = as_trace_constant(_place, mesh, axis_name)
         return Sharded(torch.full((1,), place, dtype=torch.int32, device=spec.device), spec)
 
     def estimate_cost(self, *_: object, **__: object) -> float:
@@ -43,7 +43,7 @@ _axis_index = AxisIndexOp()
 
 
 def axis_index(mesh: MeshComms, axis_name: str) -> Sharded:
-    """An int32 Sharded [size of the axis] of which each rank has one element, its coordinate along the axis.
+    """Returns an int32 Sharded [size of the axis] of which each rank has one element, its coordinate along the axis.
 
     `mesh.coordinate(axis)` is the same number as an int on the host.
     """

@@ -1,4 +1,4 @@
-"""What the communication operations have in common."""
+"""Base classes and helpers of the communication operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch_overlap._C import InvalidTypeError, InvalidValueError
 from torch_overlap.mesh._core import CostModel, Layout, Mesh, Plan, plan_reshard, wire_bytes
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import asked
+from torch_overlap.mesh.tracing import as_trace_constant
 from torch_overlap.mesh.value_spec import Spec, ranks_of, spec_of
 
 __all__ = [
@@ -32,9 +32,10 @@ Axes = None | str | Iterable[str]
 
 
 class Move(NamedTuple):
-    """What an operation is: local tensors, taken as parts under `source`, are brought under `target`.
+    """The definition of an operation: local tensors, as parts under `source`, are resharded to `target`.
 
-    An operation that only moves data takes them as what they are. One that reduces takes each rank's tensor as a term.
+    For an operation that only moves data, `source` is the layout of its operand. For one that reduces, each rank's
+    tensor is a term.
     """
 
     source: Layout
@@ -43,22 +44,22 @@ class Move(NamedTuple):
 
 
 class CollectiveOperation(ABC):
-    """A communication operation on sharded values: what it does, and what that costs."""
+    """A communication operation on sharded values, with its cost."""
 
     name = "collective"
 
     @abstractmethod
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Sharded:
-        """Does it."""
+        """Runs the operation."""
 
     @abstractmethod
     def estimate_cost(self, x: Any, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> float:
-        """Seconds with these arguments, by the cost model of the mesh or the given one."""
+        """Returns the seconds with these arguments, by the given cost model or else the mesh's."""
 
     @abstractmethod
     def communication_cost(self, x: Any, *args: Any, **kwargs: Any) -> float:
-        """Bytes that a rank sends with these arguments: all_reduce 2(N-1)/N of its tensor, all_gather, reduce_scatter
-        and all_to_all (N-1)/N of the larger of input and output."""
+        """Returns the bytes that a rank sends with these arguments: 2(N-1)/N of its tensor for all_reduce, (N-1)/N of
+        the larger of input and output for all_gather, reduce_scatter and all_to_all."""
 
     def _spec(self, x: Any) -> Spec:
         if not isinstance(x, Sharded):
@@ -69,22 +70,22 @@ class CollectiveOperation(ABC):
 
 
 class LayoutOperation(CollectiveOperation):
-    """An operation that is a rule for shape and layout, from which follow cost, gradient and execution.
+    """An operation defined by a rule for shape and layout, from which cost, gradient and execution follow.
 
-    The gradient is that of the plan's steps, by what the layouts say of each axis (R, I, S, P): a value that becomes
-    invariant has a gradient that is whole on every rank.
+    The gradient is that of the plan's steps, by the state of each axis (R, I, S, P): a value that becomes invariant has
+    a gradient that is whole on every rank.
     """
 
     @abstractmethod
     def move(self, spec: Spec, *args: Any, **kwargs: Any) -> Move:
-        """The rule, on what is known of an operand."""
+        """Returns the definition of the operation for an operand of this Spec."""
 
     def __call__(self, x: Sharded, *args: Any, **kwargs: Any) -> Sharded:
-        before, taken, target = asked(_ends, type(self), self._spec(x), args, kwargs)
+        before, taken, target = as_trace_constant(_ends, type(self), self._spec(x), args, kwargs)
         return (x if taken is None else Sharded(x._to(before).local, taken))._to(target)
 
     def plan(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> Plan:
-        """The steps that the operation takes on this operand."""
+        """Returns the steps of the operation for this operand."""
         spec = self._spec(x)
         source, target, shape = self.move(spec, *args, **kwargs)
         return plan_reshard(source, target, shape, spec.dtype.itemsize, cost or spec.mesh.cost)
@@ -97,9 +98,10 @@ class LayoutOperation(CollectiveOperation):
 
 
 def _ends(kind: type[LayoutOperation], spec: Spec, args: Any, kwargs: Any) -> tuple[Spec, Spec | None, Spec]:
-    """What the operand has to be first, what it is then taken as, where that is something else, and what comes of it.
+    """Returns three Specs: the one that the operand is brought to first, the one that it is then reinterpreted as (None
+    if unchanged), and that of the result.
 
-    Of N copies that become N terms the gradient is the sum of the terms': that of a replicated value.
+    If N copies become N terms, the gradient is the sum of the terms': that of a replicated value.
     """
     source, target, shape = kind().move(spec, *args, **kwargs)
     whole = spec.layout.with_invariant([n for n in spec.layout.invariant if n not in source.partial])
@@ -109,13 +111,13 @@ def _ends(kind: type[LayoutOperation], spec: Spec, args: Any, kwargs: Any) -> tu
 
 
 class LocalOperation(CollectiveOperation):
-    """An operation on local tensors as they are, whatever they mean: one collective over some axes."""
+    """An operation on the local tensors as they are, independent of their meaning: one collective over some axes."""
 
-    collective = ""  # as CostModel.collective knows it
+    collective = ""  # a name of CostModel.collective
 
     @abstractmethod
     def group(self, spec: Spec, *args: Any, **kwargs: Any) -> list[str]:
-        """The axes, for these arguments, which are checked."""
+        """Checks the arguments and returns the axes."""
 
     def estimate_cost(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> float:
         spec = self._spec(x)
@@ -132,7 +134,7 @@ KINDS = {"sum": "sum", "avg": "avg", "mean": "avg", "max": "max", "min": "min", 
 
 
 def reduction(op: str, layout: Layout, axes: Sequence[str], reduce_op: str | None) -> str:
-    """The reduction over `axes` that `reduce_op` names; None: as the value is pending there, else a sum."""
+    """Returns the reduction over `axes` that `reduce_op` names. None means the kind of the partial axes, else a sum."""
     if reduce_op is not None:
         if reduce_op not in KINDS:
             raise InvalidValueError(f"{op}: expected a reduce_op of {sorted(KINDS)}, got {reduce_op!r}")
@@ -144,7 +146,7 @@ def reduction(op: str, layout: Layout, axes: Sequence[str], reduce_op: str | Non
 
 
 def check_divisible(op: str, mesh: Mesh, shape: Sequence[int], dim: int, axes: Sequence[str]) -> None:
-    """Are the parts of a dimension of one size under these axes?"""
+    """Raises InvalidValueError unless these axes divide the dimension into parts of the same size."""
     parts = ranks_of(mesh, axes)
     if shape[dim] % parts:
         raise InvalidValueError(
@@ -158,7 +160,7 @@ def in_mesh_order(mesh: Mesh, names: Iterable[str]) -> list[str]:
 
 
 def axis_names(op: str, mesh: Mesh, axes: Axes) -> list[str]:
-    """Names of axes, each of which the mesh has and is named once."""
+    """Returns the names of axes. Raises unless the mesh has each of them and each is named once."""
     names = [axes] if isinstance(axes, str) else list(axes or [])
     for name in names:
         mesh.axis(name)
@@ -168,7 +170,7 @@ def axis_names(op: str, mesh: Mesh, axes: Axes) -> list[str]:
 
 
 def wrap_dim(op: str, spec: Spec, dim: int, what: str) -> int:
-    """`dim` as a dimension from the front."""
+    """Returns `dim` counted from the front."""
     count = len(spec.shape)
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise InvalidTypeError(f"{op}: expected an int as {what}, got {type(dim).__name__}")
@@ -178,7 +180,7 @@ def wrap_dim(op: str, spec: Spec, dim: int, what: str) -> int:
 
 
 def the_only_axis(op: str, spec: Spec, what: str) -> list[str]:
-    """The axis of a mesh of one; of another, the caller must say which."""
+    """Returns the axis of a mesh with only one; otherwise raises, since the caller must name it."""
     names = [name for name, size in spec.mesh.mesh.axes.items() if size > 1] or list(spec.mesh.mesh.axes)
     if len(names) != 1:
         raise InvalidValueError(
@@ -188,8 +190,8 @@ def the_only_axis(op: str, spec: Spec, what: str) -> list[str]:
 
 
 def terms(op: str, spec: Spec, axes: Sequence[str], kind: str) -> Move:
-    """Local tensors as terms of a reduction over `axes`: where an axis shards a dimension, that dimension gets the
-    size of the parts, which must be equal. The target is left as the source."""
+    """Returns the local tensors as terms of a reduction over `axes`. If an axis shards a dimension, that dimension gets
+    the size of the parts, which must be equal. The target is left equal to the source."""
     layout, shape = spec.layout, list(spec.shape)
     dims = [list(d) for d in layout.dims]
     for dim, names in enumerate(dims):
@@ -211,7 +213,7 @@ def terms(op: str, spec: Spec, axes: Sequence[str], kind: str) -> Move:
     for name in axes:
         if layout.partial.get(name, kind) != kind:
             raise InvalidValueError(
-                f"{op}: expected '{kind}' for {name}, whose value is pending as '{layout.partial[name]}', got another; "
+                f"{op}: expected '{kind}' for {name}, whose value is partial as '{layout.partial[name]}', got another; "
                 "reduce it that way first"
             )
     source = Layout(layout.mesh, dims, partial, [n for n in layout.invariant if n not in axes])
@@ -219,7 +221,7 @@ def terms(op: str, spec: Spec, axes: Sequence[str], kind: str) -> Move:
 
 
 def settled(layout: Layout, axes: Sequence[str]) -> Layout:
-    """The layout with these axes, pending or in a dimension until now, invariant."""
+    """Returns the layout with these axes, which were partial or sharded a dimension, made invariant."""
     dims = [[n for n in names if n not in axes] for names in layout.dims]
     partial = {n: kind for n, kind in layout.partial.items() if n not in axes}
     return Layout(layout.mesh, dims, partial, [*layout.invariant, *(n for n in axes if n not in layout.invariant)])

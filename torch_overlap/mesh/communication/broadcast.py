@@ -1,7 +1,7 @@
-"""broadcast: one rank's local tensor becomes that of all along some axes.
+"""broadcast: copies one rank's local tensor to all ranks along some axes.
 
-Shape stays. Layout: whole along the axes, and invariant. Gradient: that of the result; of a replicated operand, whose
-gradient is pending, on the root, and zeros elsewhere. Cost: the tensor.
+The shape is unchanged. Layout: whole along the axes, and invariant. Gradient: that of the result; for a replicated
+operand, whose gradient is partial, that of the result on the root and zeros elsewhere. Cost: the tensor.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import torch
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import Axes, LocalOperation, axis_names, in_mesh_order
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import asked
+from torch_overlap.mesh.tracing import as_trace_constant
 from torch_overlap.mesh.value_spec import Spec, spec_of, used_axes
 
 __all__ = ["BroadcastOp", "broadcast"]
 
 
 class BroadcastOp(LocalOperation):
-    """One rank's tensor for all; see broadcast."""
+    """Copies one rank's tensor to all; see broadcast."""
 
     name = collective = "broadcast"
 
     def __call__(self, x: Sharded, root: int = 0, axes: Axes = None) -> Sharded:
         spec = self._spec(x)
-        how = asked(_group, spec, root, axes)
+        how = as_trace_constant(_group, spec, root, axes)
         if how is None:
             return x
         comm, replicated, target = how
@@ -46,10 +46,11 @@ class BroadcastOp(LocalOperation):
 
 
 def _group(spec: Spec, root: int, axes: Axes) -> tuple[str, Spec, Spec] | None:
-    """The communicator, what comes from it and what that becomes.
+    """Returns the communicator, the Spec of the operand and that of the result.
 
-    The operator sums all gradients for the root: operand and result are replicated. Of an invariant result, each
-    gradient of which is the whole, one rank's counts; an invariant operand gets that of the root on every rank.
+    The operator sums all gradients at the root, which is right for a replicated operand and result. The gradients of an
+    invariant result are each the whole gradient, so one rank's counts; an invariant operand gets that of the root on
+    every rank.
     """
     names = BroadcastOp().group(spec, root, axes)
     comm = spec.mesh.group_comm(names)
@@ -65,9 +66,9 @@ _broadcast = BroadcastOp()
 
 
 def broadcast(x: Sharded, root: int = 0, axes: Axes = None) -> Sharded:
-    """The local tensor of the rank at place `root` along `axes`, on all of them.
+    """Copies the local tensor of the rank at position `root` along `axes` to all of them.
 
-    For values that should be the same along `axes` and are not yet, such as initial weights. Without `axes`: all along
-    which `x` is whole. Along other axes each group has its own root.
+    Use it for values that should be equal along `axes` but are not yet, such as initial weights. Default for `axes`:
+    all along which `x` is whole. Along other axes each group has its own root.
     """
     return _broadcast(x, root, axes)

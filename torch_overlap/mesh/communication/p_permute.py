@@ -1,6 +1,6 @@
-"""ppermute: local tensors change places.
+"""ppermute: permutes local tensors among ranks.
 
-Shape and layout stay. Gradient: the way back. Cost: a rank's tensor.
+Shape and layout are unchanged. Gradient: the inverse permutation. Cost: a rank's tensor.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import torch
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import Axes, LocalOperation, axis_names, in_mesh_order
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import asked
+from torch_overlap.mesh.tracing import as_trace_constant
 from torch_overlap.mesh.value_spec import Spec, used_axes
 
 __all__ = ["PPermuteOp", "ppermute"]
 
 
 class PPermuteOp(LocalOperation):
-    """Local tensors change places; see ppermute."""
+    """Permutes local tensors; see ppermute."""
 
     name, collective = "ppermute", "permute"
 
     def __call__(self, x: Sharded, permutation: Iterable[tuple[int, int]], axes: Axes = None) -> Sharded:
         spec = self._spec(x)
         pairs = list(permutation)
-        comm = asked(_group, spec, pairs, axes)
+        comm = as_trace_constant(_group, spec, pairs, axes)
         if comm is None:
             return x
         local = torch.ops.torch_overlap.permute(x.local, [i for pair in pairs for i in pair], comm)
@@ -66,12 +66,13 @@ _ppermute = PPermuteOp()
 
 
 def ppermute(x: Sharded, permutation: Iterable[tuple[int, int]], axes: Axes = None) -> Sharded:
-    """The local tensor of place `src` becomes that of place `dst`, for each pair; a place with no source gets zeros.
+    """Copies the local tensor of position `src` to position `dst`, for each pair. A position without a source gets
+    zeros.
 
-    Places are numbered row by row along `axes`, in the order of the mesh; without `axes`, of the whole mesh. Along
-    other axes each group does the same by itself. The gradient goes the way back.
+    Positions are numbered in row-major order along `axes`, in the order of the mesh. Default for `axes`: the whole
+    mesh. Along other axes each group permutes independently. The gradient is permuted in reverse.
 
     Raises:
-        InvalidValueError: a place twice as a source or a target, or out of range; local tensors of several shapes.
+        InvalidValueError: a position twice as a source or a target, or out of range; local tensors of different shapes.
     """
     return _ppermute(x, permutation, axes)

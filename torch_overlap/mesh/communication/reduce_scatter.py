@@ -1,6 +1,6 @@
-"""reduce_scatter: the sum of all ranks' local tensors, each rank keeps its part.
+"""reduce_scatter: sums all ranks' local tensors; each rank keeps its part.
 
-Shape: as of all_reduce. Layout: the axes are the last ones of the dimension. Gradient: all_gather along the same
+Shape: as for all_reduce. Layout: the axes are appended to those of the dimension. Gradient: all_gather along the same
 dimension. Cost: (N-1)/N of a rank's tensor.
 """
 
@@ -45,10 +45,10 @@ _reduce_scatter = ReduceScatterOp()
 
 
 def reduce_scatter(x: Sharded, axis: int, axes: Axes = None, reduce_op: str | None = None) -> Sharded:
-    """The reduction of all ranks' local tensors over `axes`, of which each rank keeps its part of dimension `axis`.
+    """Reduces all ranks' local tensors over `axes`; each rank keeps its part of dimension `axis`.
 
-    Without `axes`: what is pending; of a value that is not, the axes of that dimension, whose parts are then the terms,
-    or the one axis of the mesh, whose copies are. `reduce_op` as for all_reduce.
+    Default for `axes`: the partial ones; if `x` is not partial, the axes of that dimension, whose parts are then the
+    terms, or else the only axis of the mesh, whose copies are the terms. `reduce_op` as for all_reduce.
 
     Raises:
         InvalidValueError: the dimension is not divisible by the number of parts.

@@ -1,6 +1,6 @@
-"""reshard, assume_partial: from any layout to any other, and the cast that calls copies terms.
+"""reshard, assume_partial: convert between any two layouts, and reinterpret copies as terms.
 
-Shape: the global one stays. Layout: the one that is asked for. Gradient: that of the plan's steps. Cost: the plan's.
+Shape: the global one is unchanged. Layout: the requested one. Gradient: that of the plan's steps. Cost: the plan's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["AssumePartialOp", "ReshardOp", "assume_partial", "reshard"]
 
 
 class ReshardOp(LayoutOperation):
-    """Any layout to any other; see reshard."""
+    """Converts any layout to any other; see reshard."""
 
     name = "reshard"
 
@@ -25,7 +25,7 @@ class ReshardOp(LayoutOperation):
 
 
 class AssumePartialOp(LayoutOperation):
-    """Copies as terms; see assume_partial."""
+    """Reinterprets copies as terms; see assume_partial."""
 
     name = "assume_partial"
 
@@ -46,17 +46,18 @@ _reshard, _assume_partial = ReshardOp(), AssumePartialOp()
 
 
 def reshard(x: Sharded, spec: Any) -> Sharded:
-    """`x` in another layout, by the cheapest plan: any spelling of one, where what P or None leave out is invariant.
+    """Returns `x` in another layout, by the cheapest plan. Accepts any spelling of a layout; axes omitted by P or None
+    are invariant.
 
-    Uneven parts are cut as torch.chunk does.
+    Uneven parts are cut as in torch.chunk.
     """
     return _reshard(x, spec)
 
 
 def assume_partial(x: Sharded, axes: Axes, reduce_op: str = "sum") -> Sharded:
-    """The same local tensors, taken as the terms of a reduction over `axes`, along which `x` was whole until now.
+    """Reinterprets the local tensors as terms of a reduction over `axes`, along which `x` was whole.
 
-    The value changes: of a sum over N ranks it is N times what it was, and so is its gradient: each of the terms has
-    that of the sum. Nothing is sent; of an invariant value gradients are summed, which is an all_reduce.
+    The value changes: a sum over N ranks is N times the previous value, and so is its gradient, since each term has the
+    gradient of the sum. Nothing is sent forward; the gradients of an invariant value are summed by an all_reduce.
     """
     return _assume_partial(x, axes, reduce_op)

@@ -1,7 +1,7 @@
-"""shard: how a tensor gets on a mesh.
+"""shard: places a tensor on a mesh.
 
-Shape: the global one stays. Layout: the one that is asked for. Gradient: of a plain tensor, which is the same on every
-rank, the whole one on every rank. Cost: nothing is sent for a plain tensor; of a Sharded that of reshard.
+Shape: the global one is unchanged. Layout: the requested one. Gradient: for a plain tensor, which is the same on every
+rank, the whole gradient on every rank. Cost: nothing is sent for a plain tensor; for a Sharded that of reshard.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ from torch.distributed.tensor import DTensor
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.base import LayoutOperation, Move
-from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
-from torch_overlap.mesh.value_spec import Spec, expect_connected, layout_of, spec_of, whole_of, with_invariant_rest
+from torch_overlap.mesh.sharded import Provenance, Sharded
+from torch_overlap.mesh.tracing import as_trace_constant, is_dynamo_compiling
+from torch_overlap.mesh.value_spec import (
+    Spec,
+    expect_connected,
+    layout_of,
+    replicated_spec,
+    spec_of,
+    with_invariant_rest,
+)
 
 __all__ = ["ShardOp", "part_of", "shard"]
 
 
 class ShardOp(LayoutOperation):
-    """A tensor on a mesh; see shard."""
+    """Places a tensor on a mesh; see shard."""
 
     name = "shard"
 
@@ -48,25 +55,27 @@ _shard = ShardOp()
 
 def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axes: Iterable[str] = (),
           partial_sum_axes: Iterable[str] = ()) -> Sharded:  # fmt: skip
-    """`x` as a Sharded on `mesh`.
+    """Returns `x` as a Sharded on `mesh`.
 
-    w = shard(w, mesh, P(None, "tp"))
+        w = shard(w, mesh, P(None, "tp"))
 
-    A plain tensor is the whole one, the same on every rank. Each rank copies its part, whatever the layout: the result
-    shares no memory with `x`, and nothing is sent. `from_local` copies nothing: it takes over a tensor that the caller
-    gives away, for `P()` the whole one. A Sharded is resharded.
+    A plain tensor is the whole one, the same on every rank. Each rank copies its part, for any layout: the result
+    shares no memory with `x`, and nothing is sent. `from_local` copies nothing: it takes ownership of a tensor, which
+    for `P()` is the whole one. A Sharded is resharded.
 
-    The result is differentiable with respect to an `x` that requires a gradient, and no leaf then. For a parameter of
+    If `x` requires a gradient, the result is differentiable with respect to it and is not a leaf. For a parameter of
     which only the part is kept, shard under no_grad and call `requires_grad_()`.
 
     Args:
-        spec: any spelling of a layout: P("dp", None), a ShardingSpec, entries or DimSpecs, text. Axes that it leaves
-            out are invariant (the same on every rank, and so is the gradient), unless it is a Layout.
+        x: the whole tensor, or a Sharded on `mesh`.
+        mesh: the connected mesh.
+        spec: any spelling of a layout: P("dp", None), a ShardingSpec, entries or DimSpecs, text. Axes that it omits are
+            invariant (the same on every rank, and so is the gradient), unless it is a Layout.
         replicated_axes: Axes that must stay whole: an error if `spec` uses them.
-        partial_sum_axes: Axes along which the result is a pending sum: the value on the first rank, zeros elsewhere.
+        partial_sum_axes: Axes along which the result is a partial sum: the value on the first rank, zeros elsewhere.
 
     Raises:
-        InvalidTypeError: `x` is no tensor, or on another device than the mesh; the mesh is a planner's.
+        InvalidTypeError: `x` is not a tensor, or is on another device than the mesh; the mesh has no communicators.
         InvalidValueError: a Sharded of another mesh.
     """
     expect_connected("shard", mesh)
@@ -79,7 +88,9 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
     if isinstance(x, DTensor):
         raise InvalidTypeError("shard: expected a plain tensor or a Sharded, got a DTensor; from_dtensor takes it")
     if is_dynamo_compiling():
-        source, target = asked(_ends_of_whole, x.shape, x.dtype, mesh, spec, replicated_axes, partial_sum_axes)
+        source, target = as_trace_constant(
+            _ends_of_whole, x.shape, x.dtype, mesh, spec, replicated_axes, partial_sum_axes
+        )
         return Sharded(Sharded(x, source)._to(target).local.clone(), target)
     out = part_of(x, mesh, spec, replicated_axes, partial_sum_axes)
     local = out.local
@@ -90,15 +101,15 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
 
 def part_of(x: Tensor, mesh: MeshComms, spec: Any = None, replicated_axes: Iterable[str] = (),
             partial_sum_axes: Iterable[str] = ()) -> Sharded:  # fmt: skip
-    """`shard` of a plain tensor that the caller gives away: the local tensor may be `x`, or a view of it."""
+    """Like `shard` for a plain tensor, but takes ownership of it: the local tensor may be `x`, or a view of it."""
     if x.device.type != mesh.comm.get_device().type:
         raise InvalidTypeError(f"shard: expected a tensor on {mesh.comm.get_device()}, got one on {x.device}")
-    whole = Sharded(x, whole_of(mesh, x.shape, x.dtype))
+    whole = Sharded(x, replicated_spec(mesh, x.shape, x.dtype))
     out = _shard(whole, spec, replicated_axes, partial_sum_axes)
-    out._maker = 0  # the caller's, who may change it
+    out._provenance = Provenance.CALLER
     return out
 
 
 def _ends_of_whole(shape: Any, dtype: Any, mesh: MeshComms, to: Any, *axes: Iterable[str]) -> tuple[Spec, Spec]:
-    spec = whole_of(mesh, shape, dtype)
+    spec = replicated_spec(mesh, shape, dtype)
     return spec, spec_of(mesh, _shard.move(spec, to, *axes).target, shape, dtype)

@@ -1,5 +1,5 @@
-// The collectives of c10d::Backend: each converts its arguments and calls TorchComm, which
-// validates.
+// Collectives of c10d::Backend: each one converts its arguments and calls TorchComm, which
+// validates them.
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
@@ -8,14 +8,14 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/c10d/backend_wrapper.h"
 #include "torch_overlap/comm/c10d/convert.h"
-#include "torch_overlap/common/shared_memory.h"
+#include "torch_overlap/common/memory_overlap.h"
 
 namespace torch_overlap {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Ranks may differ in size; then the operation is the one with "_v".
+// If sizes differ between ranks, the operation is the one with the suffix "_v".
 bool same_size(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
     return tensor.numel() == tensors.front().numel();
@@ -28,10 +28,10 @@ void check_pairs(const Tensors& outputs, const Tensors& inputs, std::string_view
                       " and ", inputs.size());
 }
 
-// The inputs if an output shares memory with one of them: then such outputs are staged, so that
-// inputs stay until they are read. Empty if they share none but where the operation works in place:
-// for a pair (output, input) that `may_be_same` allows, the same memory, or one of the two being
-// the part of rank `own` in the other.
+// Returns the inputs if an output aliases one of them: such outputs are then staged, so that the
+// inputs stay valid until they are read. Returns an empty list if the only aliasing is that of an
+// in-place operation: a pair (output, input) that `may_be_same` allows and that is the same memory,
+// or of which one is the part of rank `own` in the other.
 template <typename MayBeSame>
 Tensors inputs_to_keep(const Tensors& outputs, const Tensors& inputs, int own,
                        const MayBeSame& may_be_same) {
@@ -39,7 +39,7 @@ Tensors inputs_to_keep(const Tensors& outputs, const Tensors& inputs, int own,
     const MemoryRange out = memory_range(outputs[o]);
     for (size_t i = 0; i < inputs.size(); ++i) {
       const MemoryRange in = memory_range(inputs[i]);
-      if (!out.meets(in)) continue;
+      if (!out.overlaps(in)) continue;
       const auto& [whole, part] =
           outputs[o].numel() > inputs[i].numel() ? std::pair(out, in) : std::pair(in, out);
       const bool is_part = outputs[o].numel() != inputs[i].numel();
@@ -50,7 +50,7 @@ Tensors inputs_to_keep(const Tensors& outputs, const Tensors& inputs, int own,
   return {};
 }
 
-// Pairs of one output and one input each, and one output or input for each rank.
+// Predicates for one output and one input per pair, and for one output or input per rank.
 bool is_same_index(size_t output, size_t input) { return output == input; }
 auto is_index_of(int rank) {
   return [rank](size_t output, size_t input) {
@@ -58,7 +58,7 @@ auto is_index_of(int rank) {
   };
 }
 
-// Equal parts of an all-to-all are rows of dimension 0.
+// The equal parts of an all-to-all are rows of dimension 0.
 void check_rows(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size,
                 std::string_view what) {
   const bool divides = tensor.dim() > 0 && tensor.size(0) % size == 0;
@@ -81,8 +81,8 @@ C10dWork BackendWrapper::broadcast(Tensors& tensors, const c10d::BroadcastOption
     const int root = int_rank(opts.rootRank);
     WorkParts parts{.type = c10d::OpType::BROADCAST, .outputs = tensors};
     const auto memory = root == getRank()
-                            ? read_in_order(tensor)
-                            : write_in_order(tensor, parts.copies, /*reads=*/false, "broadcast");
+                            ? contiguous_input(tensor)
+                            : contiguous_output(tensor, parts.copies, /*reads=*/false, "broadcast");
     parts.works.push_back(
         comm_for(tensor.device())->broadcast(memory, root, opts.asyncOp, op_options(opts.timeout)));
     return wrap(std::move(parts));
@@ -110,7 +110,8 @@ C10dWork BackendWrapper::all_reduce_each(Tensors& tensors, c10d::OpType type,
                         "all_reduce_coalesced: expected at least one tensor, got none");
     const auto op = from_c10d(opts.reduceOp);
     WorkParts parts{.type = type, .outputs = tensors};
-    for (const auto& memory : write_in_order(tensors, parts.copies, /*reads=*/true, "all_reduce")) {
+    for (const auto& memory :
+         contiguous_output(tensors, parts.copies, /*reads=*/true, "all_reduce")) {
       parts.works.push_back(comm_for(memory.device())
                                 ->all_reduce(memory, op, opts.asyncOp, op_options(opts.timeout)));
     }
@@ -124,8 +125,8 @@ C10dWork BackendWrapper::reduce(Tensors& tensors, const c10d::ReduceOptions& opt
     const int root = int_rank(opts.rootRank);
     WorkParts parts{.type = c10d::OpType::REDUCE, .outputs = tensors};
     const auto memory = root == getRank()
-                            ? write_in_order(tensor, parts.copies, /*reads=*/true, "reduce")
-                            : read_in_order(tensor);
+                            ? contiguous_output(tensor, parts.copies, /*reads=*/true, "reduce")
+                            : contiguous_input(tensor);
     parts.works.push_back(comm_for(tensor.device())
                               ->reduce(memory, root, from_c10d(opts.reduceOp), opts.asyncOp,
                                        op_options(opts.timeout)));
@@ -139,10 +140,10 @@ C10dWork BackendWrapper::allgather(TensorLists& outputs, Tensors& inputs,
                                    const c10d::AllgatherOptions& opts) {
   return operation([&] {
     WorkParts parts{.type = c10d::OpType::ALLGATHER, .outputs = only(outputs, "all_gather")};
-    const auto input = read_in_order(only(inputs, "all_gather"));
-    const auto targets =
-        write_in_order(parts.outputs, parts.copies, /*reads=*/false, "all_gather",
-                       inputs_to_keep(parts.outputs, {input}, getRank(), is_index_of(getRank())));
+    const auto input = contiguous_input(only(inputs, "all_gather"));
+    const auto targets = contiguous_output(
+        parts.outputs, parts.copies, /*reads=*/false, "all_gather",
+        inputs_to_keep(parts.outputs, {input}, getRank(), is_index_of(getRank())));
     const auto comm = comm_for(input.device());
     const auto options = op_options(opts.timeout);
     parts.works.push_back(same_size(targets)
@@ -162,7 +163,7 @@ C10dWork BackendWrapper::_allgather_base(at::Tensor& output, at::Tensor& input,
 C10dWork BackendWrapper::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                              const c10d::AllgatherOptions& opts) {
   return operation([&] {
-    // outputs[rank][i] becomes that rank's inputs[i].
+    // outputs[rank][i] becomes inputs[i] of that rank.
     WorkParts parts{.type = c10d::OpType::ALLGATHER_COALESCED};
     for (size_t i = 0; i < inputs.size(); ++i) {
       for (const auto& of_rank : outputs) {
@@ -172,8 +173,8 @@ C10dWork BackendWrapper::allgather_coalesced(TensorLists& outputs, Tensors& inpu
         parts.outputs.push_back(of_rank[i]);
       }
     }
-    const auto sources = read_in_order(inputs);
-    const auto targets = write_in_order(
+    const auto sources = contiguous_input(inputs);
+    const auto targets = contiguous_output(
         parts.outputs, parts.copies, /*reads=*/false, "all_gather_coalesced",
         inputs_to_keep(parts.outputs, sources, getRank(),
                        [ranks = outputs.size(), rank = getRank()](size_t o, size_t i) {
@@ -200,10 +201,10 @@ C10dWork BackendWrapper::gather_each(Tensors& outputs, Tensors& inputs, c10d::Op
   return operation([&] {
     check_pairs(outputs, inputs, "all_gather_into_tensor");
     WorkParts parts{.type = type, .outputs = outputs};
-    const auto sources = read_in_order(inputs);
+    const auto sources = contiguous_input(inputs);
     const auto targets =
-        write_in_order(outputs, parts.copies, /*reads=*/false, "all_gather_into_tensor",
-                       inputs_to_keep(outputs, sources, getRank(), is_same_index));
+        contiguous_output(outputs, parts.copies, /*reads=*/false, "all_gather_into_tensor",
+                          inputs_to_keep(outputs, sources, getRank(), is_same_index));
     for (size_t i = 0; i < sources.size(); ++i) {
       parts.works.push_back(
           comm_for(sources[i].device())
@@ -219,10 +220,10 @@ C10dWork BackendWrapper::gather(TensorLists& outputs, Tensors& inputs,
     const int root = int_rank(opts.rootRank);
     WorkParts parts{.type = c10d::OpType::GATHER,
                     .outputs = root_list(outputs, root == getRank(), "gather")};
-    const auto input = read_in_order(only(inputs, "gather"));
+    const auto input = contiguous_input(only(inputs, "gather"));
     const auto targets =
-        write_in_order(parts.outputs, parts.copies, /*reads=*/false, "gather",
-                       inputs_to_keep(parts.outputs, {input}, root, is_index_of(root)));
+        contiguous_output(parts.outputs, parts.copies, /*reads=*/false, "gather",
+                          inputs_to_keep(parts.outputs, {input}, root, is_index_of(root)));
     parts.works.push_back(
         comm_for(input.device())
             ->gather(targets, input, root, opts.asyncOp, op_options(opts.timeout)));
@@ -236,11 +237,11 @@ C10dWork BackendWrapper::scatter(Tensors& outputs, TensorLists& inputs,
                                  const c10d::ScatterOptions& opts) {
   return operation([&] {
     const int root = int_rank(opts.rootRank);
-    const auto list = read_in_order(root_list(inputs, root == getRank(), "scatter"));
+    const auto list = contiguous_input(root_list(inputs, root == getRank(), "scatter"));
     WorkParts parts{.type = c10d::OpType::SCATTER, .outputs = outputs};
     (void)only(outputs, "scatter");
-    const auto target = write_in_order(outputs, parts.copies, /*reads=*/false, "scatter",
-                                       inputs_to_keep(outputs, list, root, is_index_of(root)))
+    const auto target = contiguous_output(outputs, parts.copies, /*reads=*/false, "scatter",
+                                          inputs_to_keep(outputs, list, root, is_index_of(root)))
                             .front();
     parts.works.push_back(
         comm_for(target.device())
@@ -252,12 +253,12 @@ C10dWork BackendWrapper::scatter(Tensors& outputs, TensorLists& inputs,
 C10dWork BackendWrapper::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ReduceScatterOptions& opts) {
   return operation([&] {
-    const auto list = read_in_order(only(inputs, "reduce_scatter"));
+    const auto list = contiguous_input(only(inputs, "reduce_scatter"));
     WorkParts parts{.type = c10d::OpType::REDUCE_SCATTER, .outputs = outputs};
     (void)only(outputs, "reduce_scatter");
     const auto target =
-        write_in_order(outputs, parts.copies, /*reads=*/false, "reduce_scatter",
-                       inputs_to_keep(outputs, list, getRank(), is_index_of(getRank())))
+        contiguous_output(outputs, parts.copies, /*reads=*/false, "reduce_scatter",
+                          inputs_to_keep(outputs, list, getRank(), is_index_of(getRank())))
             .front();
     const auto comm = comm_for(target.device());
     const auto op = from_c10d(opts.reduceOp);
@@ -287,10 +288,10 @@ C10dWork BackendWrapper::reduce_scatter_each(Tensors& outputs, Tensors& inputs, 
     check_pairs(outputs, inputs, "reduce_scatter_tensor");
     const auto op = from_c10d(opts.reduceOp);
     WorkParts parts{.type = type, .outputs = outputs};
-    const auto sources = read_in_order(inputs);
+    const auto sources = contiguous_input(inputs);
     const auto targets =
-        write_in_order(outputs, parts.copies, /*reads=*/false, "reduce_scatter_tensor",
-                       inputs_to_keep(outputs, sources, getRank(), is_same_index));
+        contiguous_output(outputs, parts.copies, /*reads=*/false, "reduce_scatter_tensor",
+                          inputs_to_keep(outputs, sources, getRank(), is_same_index));
     for (size_t i = 0; i < sources.size(); ++i) {
       parts.works.push_back(comm_for(targets[i].device())
                                 ->reduce_scatter_single(targets[i], sources[i], op, opts.asyncOp,
@@ -310,8 +311,9 @@ C10dWork BackendWrapper::alltoall_base(at::Tensor& output, at::Tensor& input,
     check_rows(output, output_splits, getSize(), "output");
     check_rows(input, input_splits, getSize(), "input");
     WorkParts parts{.type = c10d::OpType::ALLTOALL_BASE, .outputs = {output}};
-    const auto source = read_in_order(input);
-    const auto target = write_in_order(output, parts.copies, /*reads=*/false, "all_to_all_single");
+    const auto source = contiguous_input(input);
+    const auto target =
+        contiguous_output(output, parts.copies, /*reads=*/false, "all_to_all_single");
     const auto comm = comm_for(input.device());
     const auto options = op_options(opts.timeout);
     const bool even = output_splits.empty() && input_splits.empty();
@@ -327,8 +329,8 @@ C10dWork BackendWrapper::alltoall(Tensors& outputs, Tensors& inputs,
   return operation([&] {
     check_pairs(outputs, inputs, "all_to_all");
     WorkParts parts{.type = c10d::OpType::ALLTOALL, .outputs = outputs};
-    const auto sources = read_in_order(inputs);
-    const auto targets = write_in_order(outputs, parts.copies, /*reads=*/false, "all_to_all");
+    const auto sources = contiguous_input(inputs);
+    const auto targets = contiguous_output(outputs, parts.copies, /*reads=*/false, "all_to_all");
     parts.works.push_back(
         comm_for(sources.front().device())
             ->all_to_all(targets, sources, opts.asyncOp, op_options(opts.timeout)));
@@ -338,10 +340,10 @@ C10dWork BackendWrapper::alltoall(Tensors& outputs, Tensors& inputs,
 
 // --- Barrier -----------------------------------------------------------------------------------
 
-// The group's accelerator if it was used, or is asked for: a barrier then also waits for what runs
-// there. Else CPU.
+// Returns the group's accelerator if it was used or is requested: a barrier then also waits for the
+// work on it. Otherwise returns the CPU.
 c10::Device BackendWrapper::barrier_device(const c10d::BarrierOptions& opts) const {
-  if (fixed_) return fixed_->device();
+  if (existing_comm_) return existing_comm_->device();
   const auto has = [&](const char* name) { return options_->backends.count(name) != 0; };
   const auto type = [&] {
     const std::lock_guard lock(mutex_);

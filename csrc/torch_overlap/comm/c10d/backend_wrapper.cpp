@@ -26,10 +26,10 @@ BackendOptions::BackendOptions(std::chrono::milliseconds timeout)
 
 BackendWrapper::BackendWrapper(CommPtr comm)
     : c10d::Backend(comm->rank(), comm->size()),
-      fixed_(std::move(comm)),
-      options_(options_of(*fixed_)),
+      existing_comm_(std::move(comm)),
+      options_(options_of(*existing_comm_)),
       timeout_ms_(std::make_shared<std::atomic<int64_t>>(options_->timeout.count())),
-      slots_{{fixed_->device().type(), Slot{fixed_, /*eager=*/true}}},
+      slots_{{existing_comm_->device().type(), Slot{existing_comm_, /*eager=*/true}}},
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
 }
@@ -44,7 +44,7 @@ BackendWrapper::BackendWrapper(c10::intrusive_ptr<c10d::Store> store, int rank, 
       store_(std::move(store)),
       options_(std::move(options)),
       timeout_ms_(std::make_shared<std::atomic<int64_t>>(options_->timeout.count())),
-      pairs_(std::make_unique<PairComms>(pair_maker())),
+      pairs_(std::make_unique<PairComms>(make_pair_factory())),
       slots_(std::move(slots)),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
@@ -76,8 +76,8 @@ BackendWrapper::CommPtr BackendWrapper::make_comm(const BackendOptions& group, M
   return TorchComm::create(backend->second, device, name, options, who);
 }
 
-// Owns all it needs: the thread that makes a communicator may outlive the group.
-PairComms::Make BackendWrapper::pair_maker() const {
+// Owns everything it uses: the thread that creates a communicator may outlive the group.
+PairComms::CommFactory BackendWrapper::make_pair_factory() const {
   return [store = store_, options = options_, timeout = timeout_ms_, rank = getRank()](
              const PairKey& key, c10::Device device) {
     const std::string suffix = concat(".p2p", key.src, "-", key.dst,
@@ -99,9 +99,9 @@ BackendWrapper::CommPtr BackendWrapper::group_comm(c10::Device device, bool eage
     const auto slot = slots_.find(type);
     return slot == slots_.end() ? nullptr : slot->second.comm;
   };
-  if (fixed_) return fixed_;  // it says itself what is wrong with another device's tensor
+  if (existing_comm_) return existing_comm_;  // reports a tensor of another device itself
   if (auto comm = existing()) return comm;
-  const std::lock_guard making(making_);
+  const std::lock_guard making(creation_mutex_);
   if (auto comm = existing()) return comm;
   auto comm =
       make_comm(*options_, Ms(timeout_ms_->load()), device, "", store_, {getRank(), getSize()});
@@ -128,13 +128,13 @@ std::vector<BackendWrapper::CommPtr> BackendWrapper::comms() const {
 std::vector<BackendWrapper::CommPtr> BackendWrapper::all_comms() const {
   auto result = comms();
   if (!pairs_) return result;
-  // The order is the same on all ranks, so that two of them never wait for each other.
+  // The order is the same on all ranks, so no two ranks wait for each other.
   for (auto& comm : pairs_->comms()) result.push_back(std::move(comm));
   return result;
 }
 
 c10::intrusive_ptr<c10d::Store> BackendWrapper::store() const {
-  return store_ ? store_ : fixed_->store();
+  return store_ ? store_ : existing_comm_->store();
 }
 
 // --- The group as a whole --------------------------------------------------------------------
@@ -211,8 +211,8 @@ void BackendWrapper::close_pairs(std::string_view why) {
                        "', which was ", why, "; make a new one with torch.distributed.new_group"));
 }
 
-// Aborts all at once: freeing one communicator may wait for the device, on which the kernels of the
-// others wait for their own abort.
+// Aborts all communicators concurrently: freeing one may wait for the device, on which the kernels
+// of the others wait for their own abort.
 void BackendWrapper::abort() {
   close_pairs("aborted");
   std::vector<std::thread> threads;
@@ -229,7 +229,7 @@ void BackendWrapper::abort() {
   for (auto& thread : threads) thread.join();
 }
 
-// Never throws: destroy_process_group must be able to forget a group whose peer has died.
+// Never throws: destroy_process_group must be able to drop a group whose peer has died.
 void BackendWrapper::shutdown() {
   close_pairs("shut down");
   for (const auto& comm : all_comms()) {
@@ -247,9 +247,9 @@ void BackendWrapper::monitoredBarrier(const c10d::BarrierOptions& opts, bool wai
   const auto shared = store();
   TORCH_OVERLAP_CHECK(shared, kUnsupported,
                       "monitored_barrier: expected a communicator with peers, got one of backend '",
-                      fixed_->backend_name(), "'; use barrier");
+                      existing_comm_->backend_name(), "'; use barrier");
   const std::string key = concat("monitored_barrier/", monitored_barriers_.fetch_add(1));
-  // A timeout of zero looks once; c10d passes a negative one for none.
+  // A timeout of zero polls once. c10d passes a negative one for no timeout argument.
   const Ms timeout = opts.timeout < Ms::zero() ? Ms(timeout_ms_->load()) : opts.timeout;
   monitored_barrier(*shared, key, getRank(), getSize(), timeout, wait_all_ranks);
 }
@@ -277,7 +277,7 @@ BackendWrapper::C10dWork BackendWrapper::wrap(WorkParts parts) {
   if (!parts.works.empty()) {
     WorkPtr last = parts.works.back();
     const std::lock_guard lock(mutex_);
-    last.swap(last_work_);  // the one before it dies after the lock
+    last.swap(last_work_);  // the previous work is destroyed after the lock is released
   }
   if (!is_coalescing()) return c10::make_intrusive<WorkWrapper>(std::move(parts));
   auto& all = coalescing_.parts;

@@ -26,29 +26,30 @@ namespace torch_overlap {
 struct TORCH_OVERLAP_API BackendOptions final : c10d::Backend::Options {
   explicit BackendOptions(std::chrono::milliseconds timeout = kBackendDefaultTimeout);
 
-  // The communicator backend of each device type; a type that is not named is refused.
+  // The communicator backend of each device type. Device types without an entry are refused.
   std::map<std::string, std::string> backends{{"cpu", "gloo"}, {"cuda", "nccl"}};
-  // For every communicator of the group; its name, timeout and store are the group's.
+  // Options of every communicator of the group, except for name, timeout and store, which the group
+  // sets.
   CommOptions comm;
 };
 
-// torch.distributed's backend "torch_overlap": one rank's end of one process group.
+// The torch.distributed backend "torch_overlap": one rank's end of one process group.
 //
-// c10d registers one object of a custom backend for all device types, so this holds a communicator
-// for each. The CPU one is made with the group. The CUDA one is made by the first collective, which
-// all ranks therefore must enter; or with the group, when init_process_group got a device_id. A
-// CUDA send or recv outside of batch_isend_irecv runs on a communicator of its two ranks, for its
-// direction and tag (pair_comms.h). Over an existing communicator there is that one only.
+// c10d registers one object of a custom backend for all device types, so this class holds one
+// communicator per device type. The CPU communicator is created with the group. The CUDA one is
+// created by the first collective, which all ranks must therefore enter, or with the group if
+// init_process_group got a device_id. A CUDA send or recv outside of batch_isend_irecv uses a
+// communicator of its two ranks, for its direction and tag (pair_comms.h). A group over an existing
+// communicator uses only that one.
 //
-// Messages between two ranks match in order of issue among those of one tag. A receive from any
-// rank works on the CPU.
-// Ranks exchange elements in their logical order, whatever the strides of each rank's tensor: one
-// whose memory has another order is copied, before the operation, after it, or both. Outputs of one
-// operation may share memory; the last one's data stays.
-// asyncOp=false runs CUDA operations on the current stream; a barrier blocks the host.
+// Messages between two ranks with equal tags match in order of issue. A receive from any rank is
+// supported on the CPU. Ranks exchange elements in their logical order, whatever the strides of
+// each rank's tensor. A tensor whose memory has another order is copied before the operation, after
+// it, or both. Outputs of one operation may alias; the data of the last one stays. With
+// asyncOp=false, CUDA operations run on the current stream; a barrier blocks the host.
 //
-// Life: shutdown() finalizes, the destructor aborts what was not. Threads: any, but see TorchComm;
-// coalescing belongs to the thread that started it.
+// Lifetime: shutdown() finalizes; the destructor aborts communicators that were not finalized.
+// Threads: any, within the rules of TorchComm. Coalescing belongs to the thread that started it.
 class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
  public:
   using CommPtr = std::shared_ptr<TorchComm>;
@@ -57,27 +58,29 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   using TensorLists = std::vector<Tensors>;
   using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
-  // Over a communicator that the caller made. shutdown() finalizes it, if nobody has.
+  // Wraps a communicator that the caller created. shutdown() finalizes it unless that was already
+  // done.
   explicit BackendWrapper(CommPtr comm);
   // Collective over the ranks of `store`.
   BackendWrapper(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                  c10::intrusive_ptr<BackendOptions> options);
 
-  // The communicator that `device` uses; makes it if need be (collective).
+  // Returns the communicator that `device` uses. Creates it if it does not exist (collective).
   CommPtr comm_for(c10::Device device);
-  // What this group alone writes into; null over a communicator without peers.
+  // Returns the store that only this group writes; null over a communicator without peers.
   c10::intrusive_ptr<c10d::Store> store() const;
-  // All communicators of the whole group that exist.
+  // Returns all existing communicators of the whole group.
   std::vector<CommPtr> comms() const;
 
   const std::string getBackendName() const override;
-  // A copy: c10d's split_group writes the new group's name into what it gets.
+  // Returns a copy, because c10d's split_group writes the new group's name into the returned
+  // object.
   c10::intrusive_ptr<Options> getBackendOptions() override;
   bool supportsSplitting() const override { return true; }
   bool supportsCoalescing() const override { return true; }
   void setTimeout(Ms timeout) override;
   void eagerConnectSingleDevice(at::Device device) override;
-  // Null where `ranks` does not name this rank; all ranks of this group must call it.
+  // Returns null if `ranks` does not contain this rank. All ranks of this group must call it.
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                           const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
@@ -87,10 +90,11 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
-  // Sends and receives until endCoalescing become one batch; collectives are issued as they come,
-  // in order. endCoalescing returns one Work for all of them, null if there was none. An operation
-  // that throws ends the coalescing, because torch's own manager then does not: sends and receives
-  // that wait for the batch are dropped, and the next operation is issued as it comes.
+  // Sends and receives until endCoalescing become one batch. Collectives are issued immediately, in
+  // order. endCoalescing returns one Work for all of them, or null if there were none. An operation
+  // that throws ends the coalescing, because torch's manager does not in that case: sends and
+  // receives that are queued for the batch are dropped, and the next operation is issued
+  // immediately.
   void startCoalescing() override;
   C10dWork endCoalescing() override;
 
@@ -128,8 +132,8 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
  private:
-  // A communicator of the whole group. `eager`: it was there before the first operation, on all
-  // ranks, so sends and receives may rely on it.
+  // A communicator of the whole group. `eager`: it has existed on all ranks since before the first
+  // operation, so sends and receives may use it.
   struct Slot {
     CommPtr comm;
     bool eager = false;
@@ -137,15 +141,15 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   using Slots = std::map<c10::DeviceType, Slot>;
   struct Coalescing {
     std::vector<P2POp> p2p;
-    WorkParts parts;  // of the Work that endCoalescing returns
+    WorkParts parts;  // parts of the Work that endCoalescing returns
   };
-  // The part of a split; `slots` are split communicators.
+  // Creates one group of a split; `slots` are split communicators.
   BackendWrapper(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                  c10::intrusive_ptr<BackendOptions> options, Slots slots);
   static CommPtr make_comm(const BackendOptions& group, Ms timeout, c10::Device device,
                            const std::string& suffix, c10::intrusive_ptr<c10d::Store> store,
                            RankAndSize who);
-  PairComms::Make pair_maker() const;
+  PairComms::CommFactory make_pair_factory() const;
   CommPtr group_comm(c10::Device device, bool eager);
   void close_pairs(std::string_view why);
   c10::Device barrier_device(const c10d::BarrierOptions& opts) const;
@@ -153,11 +157,11 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   OpOptions op_options(Ms timeout) const;
   bool is_coalescing() const { return coalescing_thread_.load() == std::this_thread::get_id(); }
   Coalescing drop_coalescing();
-  // An error of `body` ends a coalescing, and leaves as torch hands it on.
+  // An error of `body` ends a coalescing, and is rethrown in the form that torch translates.
   template <typename Body>
   C10dWork operation(const Body& body) {
     try {
-      return at_boundary(body);
+      return with_exception_translation(body);
     } catch (...) {
       if (is_coalescing()) drop_coalescing();
       throw;
@@ -178,25 +182,25 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   void stage_batch(std::vector<P2POp>& ops, std::vector<CopyBack>& copies);
 
   const c10::intrusive_ptr<c10d::Store> store_;  // null over an existing communicator
-  const CommPtr fixed_;                          // that communicator
+  const CommPtr existing_comm_;                  // null unless the group wraps a communicator
   const c10::intrusive_ptr<BackendOptions> options_;
-  // Read by threads that make pairs, too.
+  // Also read by threads that create pairs.
   const std::shared_ptr<std::atomic<int64_t>> timeout_ms_;
   std::atomic<uint64_t> sequence_{0};
   std::atomic<uint64_t> monitored_barriers_{0};
 
   std::unique_ptr<PairComms> pairs_;  // null over an existing communicator
 
-  mutable std::mutex mutex_;  // guards the four below; never held while a communicator is made
+  mutable std::mutex mutex_;  // guards the next three; never held while a communicator is created
   Slots slots_;
   WorkPtr last_work_;
   bool closed_ = false;
-  std::mutex making_;  // one thread makes a communicator at a time
+  std::mutex creation_mutex_;  // serializes the creation of communicators
 
   std::atomic<std::thread::id> coalescing_thread_{};
-  Coalescing coalescing_;  // touched by that thread only
+  Coalescing coalescing_;  // accessed by that thread only
 
-  // c10d splits once for each device type and expects one backend for a custom type.
+  // c10d splits once per device type and expects the same backend object for a custom backend.
   std::string last_split_name_;
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;
 };

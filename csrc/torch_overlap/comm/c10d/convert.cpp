@@ -9,8 +9,8 @@
 #include <map>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/comm/plain_dispatch.h"
-#include "torch_overlap/common/shared_memory.h"
+#include "torch_overlap/comm/below_dispatch_guard.h"
+#include "torch_overlap/common/memory_overlap.h"
 
 namespace torch_overlap {
 
@@ -36,7 +36,7 @@ ReduceOp from_c10d(const c10d::ReduceOp& op) {
       TORCH_OVERLAP_CHECK(op.supplement_, kType,
                           "ReduceOp: expected a factor with PREMUL_SUM, got none; make it with "
                           "torch.distributed._make_nccl_premul_sum(factor)");
-      // The type of the supplement follows from the operation; c10d has no other.
+      // The operation determines the type of the supplement; c10d has no other.
       const auto& supplement = static_cast<const c10d::NCCLPreMulSumSupplement&>(*op.supplement_);
       return supplement.tensor_factor.defined() ? ReduceOp::premul_sum(supplement.tensor_factor)
                                                 : ReduceOp::premul_sum(supplement.double_factor);
@@ -50,12 +50,12 @@ ReduceOp from_c10d(const c10d::ReduceOp& op) {
 
 namespace {
 
-bool is_in_order(const at::Tensor& tensor) {
+bool is_dense_contiguous(const at::Tensor& tensor) {
   return !tensor.defined() || tensor.layout() != c10::kStrided ||
          (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg());
 }
 
-// A contiguous copy for an operation to write. Its target counts as written from now on.
+// Returns a contiguous copy for an operation to write. Marks its target as written from now on.
 at::Tensor stage(const at::Tensor& tensor, std::vector<CopyBack>& copies, bool reads,
                  std::string_view op) {
   TORCH_OVERLAP_CHECK(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, kValue, op,
@@ -70,42 +70,43 @@ at::Tensor stage(const at::Tensor& tensor, std::vector<CopyBack>& copies, bool r
 
 }  // namespace
 
-// On any thread, and into tensors that autograd or inference mode would guard.
+// Runs on any thread, and writes tensors that autograd or inference mode would guard.
 void copy_back(const std::vector<CopyBack>& copies) {
-  const PlainDispatch plain;
+  const BelowDispatchGuard plain;
   for (const auto& [from, to] : copies) to.copy_(from);
 }
 
-at::Tensor read_in_order(const at::Tensor& tensor) {
-  if (is_in_order(tensor)) return tensor;
+at::Tensor contiguous_input(const at::Tensor& tensor) {
+  if (is_dense_contiguous(tensor)) return tensor;
   return tensor.detach().resolve_conj().resolve_neg().contiguous();
 }
 
-std::vector<at::Tensor> read_in_order(const std::vector<at::Tensor>& tensors) {
+std::vector<at::Tensor> contiguous_input(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> result;
   result.reserve(tensors.size());
-  for (const auto& tensor : tensors) result.push_back(read_in_order(tensor));
+  for (const auto& tensor : tensors) result.push_back(contiguous_input(tensor));
   return result;
 }
 
-at::Tensor write_in_order(const at::Tensor& tensor, std::vector<CopyBack>& copies, bool reads,
-                          std::string_view op) {
+at::Tensor contiguous_output(const at::Tensor& tensor, std::vector<CopyBack>& copies, bool reads,
+                             std::string_view op) {
   const at::NoGradGuard no_grad;
-  return is_in_order(tensor) ? tensor : stage(tensor, copies, reads, op);
+  return is_dense_contiguous(tensor) ? tensor : stage(tensor, copies, reads, op);
 }
 
-std::vector<at::Tensor> write_in_order(const std::vector<at::Tensor>& tensors,
-                                       std::vector<CopyBack>& copies, bool reads,
-                                       std::string_view op, const std::vector<at::Tensor>& inputs) {
+std::vector<at::Tensor> contiguous_output(const std::vector<at::Tensor>& tensors,
+                                          std::vector<CopyBack>& copies, bool reads,
+                                          std::string_view op,
+                                          const std::vector<at::Tensor>& inputs) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> result;
   result.reserve(tensors.size());
   std::map<uintptr_t, uintptr_t> taken;  // begin and end of disjoint ranges
-  // Takes a range, whether it was free or not: all later outputs that meet it are staged too.
+  // Reserves a range, free or not: all later outputs that overlap it are staged, too.
   const auto take = [&](MemoryRange range) {
     if (range.empty()) return true;
     bool is_free = std::none_of(inputs.begin(), inputs.end(), [&range](const at::Tensor& input) {
-      return memory_range(input).meets(range);
+      return memory_range(input).overlaps(range);
     });
     auto next = taken.upper_bound(range.begin);
     if (next != taken.begin() && std::prev(next)->second > range.begin) --next;
@@ -119,7 +120,7 @@ std::vector<at::Tensor> write_in_order(const std::vector<at::Tensor>& tensors,
   for (const auto& tensor : tensors) {
     const bool is_strided = tensor.defined() && tensor.layout() == c10::kStrided;
     result.push_back(!is_strided || take(memory_range(tensor))
-                         ? write_in_order(tensor, copies, reads, op)
+                         ? contiguous_output(tensor, copies, reads, op)
                          : stage(tensor, copies, reads, op));
   }
   return result;

@@ -5,8 +5,8 @@
 
 namespace torch_overlap {
 
-// Several operations as one: it ends when all have ended, and fails with the first error. Null if
-// there are none; one alone is returned as it is.
+// Joins several operations into one: it completes when all have completed, and fails with the first
+// error. Returns null if there are none; a single one is returned unchanged.
 c10::intrusive_ptr<c10d::Work> join_works(std::vector<c10::intrusive_ptr<c10d::Work>> works);
 
 }  // namespace torch_overlap

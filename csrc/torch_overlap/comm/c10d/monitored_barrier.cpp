@@ -13,15 +13,15 @@ namespace {
 using Milliseconds = std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// How much longer than rank 0 the others wait for its verdict: the store's own round trips.
+// Additional time that the other ranks wait for rank 0's verdict, for round trips of the store.
 constexpr Milliseconds kVerdictSlack{5000};
 
 std::string missing_key(const std::string& key) { return key + "/missing"; }
 std::string gave_up_key(const std::string& key) { return key + "/gave_up"; }
 
-// Waits until `key` is there; false at the deadline.
-bool arrives(c10d::Store& store, const std::string& key, Clock::time_point deadline) {
-  const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());  // no end before it
+// Waits until `key` exists. Returns false at the deadline.
+bool wait_for_key(c10d::Store& store, const std::string& key, Clock::time_point deadline) {
+  const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());  // never early
   return poll(left, [&] { return store.check({key}); });
 }
 
@@ -35,32 +35,33 @@ bool arrives(c10d::Store& store, const std::string& key, Clock::time_point deadl
        several ? "those ranks do" : "that rank does");
 }
 
-// Rank 0's part: who has not come; empty if all have.
-std::string collect(c10d::Store& store, const std::string& key, int size, Milliseconds timeout,
-                    bool wait_all_ranks) {
+// Rank 0's part. Returns the missing ranks; empty if all have arrived.
+std::string find_missing_ranks(c10d::Store& store, const std::string& key, int size,
+                               Milliseconds timeout, bool wait_all_ranks) {
   const auto deadline = Clock::now() + timeout;
   std::string missing;
   for (int peer = 1; peer < size; ++peer) {
-    if (arrives(store, concat(key, "/", peer), deadline)) continue;
+    if (wait_for_key(store, concat(key, "/", peer), deadline)) continue;
     missing += concat(missing.empty() ? "" : ", ", peer);
     if (!wait_all_ranks) break;
   }
   return missing;
 }
 
-// All have come, and this rank knows it.
-void done_with_barrier(c10d::Store& store, const std::string& key, int size) {
+// Called when all ranks have arrived and this rank knows it.
+void delete_barrier_keys(c10d::Store& store, const std::string& key, int size) {
   std::vector<std::string> keys{missing_key(key), gave_up_key(key)};
   for (int r = 0; r < size; ++r) keys.push_back(concat(key, "/", r));
-  done_with_keys(store, key + "/done", size, keys);
+  release_keys(store, key + "/done", size, keys);
 }
 
-// Rank 0's verdict. The leading character keeps that of a good barrier from being empty.
+// Returns and publishes rank 0's verdict. The leading character makes the value of a successful
+// barrier non-empty.
 std::string decide(c10d::Store& store, const std::string& key, int size, Milliseconds timeout,
                    bool wait_all_ranks) {
   std::string missing;
   try {
-    missing = collect(store, key, size, timeout, wait_all_ranks);
+    missing = find_missing_ranks(store, key, size, timeout, wait_all_ranks);
   } catch (const Error&) {  // interrupted
     store.set(missing_key(key), "=0");
     throw;
@@ -70,16 +71,18 @@ std::string decide(c10d::Store& store, const std::string& key, int size, Millise
   return missing;
 }
 
-// What another rank hears of it.
-std::string hear(c10d::Store& store, const std::string& key, int rank, int size,
-                 Milliseconds timeout) {
-  // Rank 0 counts its time from when it came, which may be later than this rank.
-  if (!arrives(store, key + "/0", Clock::now() + timeout)) {
-    // Should it come just now, its verdict is for all; else it will find that this rank gave up.
+// Returns rank 0's verdict on another rank.
+std::string await_verdict(c10d::Store& store, const std::string& key, int rank, int size,
+                          Milliseconds timeout) {
+  // Rank 0's timeout starts at its own arrival, which may be later than this rank's.
+  if (!wait_for_key(store, key + "/0", Clock::now() + timeout)) {
+    // If rank 0 arrives just now, its verdict holds for all ranks; otherwise it will find that this
+    // rank gave up.
     store.set(gave_up_key(key), std::string("1"));
     if (!store.check({key + "/0"})) fail_missing("0", rank, size, timeout);
   }
-  const bool decided = arrives(store, missing_key(key), Clock::now() + timeout + kVerdictSlack);
+  const bool decided =
+      wait_for_key(store, missing_key(key), Clock::now() + timeout + kVerdictSlack);
   TORCH_OVERLAP_CHECK(decided, kTimeout, "monitored_barrier: expected rank 0 to decide within ",
                       (timeout + kVerdictSlack).count(),
                       " ms, got nothing; it passes a longer timeout or has died");
@@ -95,14 +98,14 @@ void monitored_barrier(c10d::Store& store, const std::string& key, int rank, int
   std::string missing;
   try {
     missing = rank == 0 ? decide(store, key, size, timeout, wait_all_ranks)
-                        : hear(store, key, rank, size, timeout);
+                        : await_verdict(store, key, rank, size, timeout);
   } catch (const Error& error) {
-    // Who was interrupted is not there, for a rank 0 that has yet to look.
+    // An interrupted rank counts as missing for a rank 0 that has not looked yet.
     if (rank != 0 && error.kind() == ErrorKind::kInterrupted) delete_keys(store, {mine});
     throw;
   }
   if (!missing.empty()) fail_missing(missing, rank, size, timeout);
-  done_with_barrier(store, key, size);
+  delete_barrier_keys(store, key, size);
 }
 
 }  // namespace torch_overlap

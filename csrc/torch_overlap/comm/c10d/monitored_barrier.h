@@ -6,13 +6,14 @@
 
 namespace torch_overlap {
 
-// A barrier that says who did not come. It goes through the store, so it works where the
-// communicator itself hangs, and leaves that untouched. `key` names this round on all ranks.
+// A barrier that reports the missing ranks. It uses the store, so it works if the communicator
+// hangs, and does not touch the communicator. `key` names this round on all ranks.
 //
-// Every rank reports at the store. Rank 0 waits for the reports, `timeout` at most, and publishes
-// the list of those that are missing: the first one, or all with `wait_all_ranks`. Every rank that
-// came, also one that comes after that, raises a TimeoutError with that list. When rank 0 itself is
-// missing, the others say so. A rank whose wait a signal ends (base/interrupt.h) did not come.
+// Every rank reports to the store. Rank 0 waits for the reports, for at most `timeout`, and
+// publishes the list of missing ranks: the first one, or all with `wait_all_ranks`. Every rank that
+// arrived, even after the publication, raises a TimeoutError with that list. If rank 0 itself is
+// missing, the others report it. A rank whose wait was interrupted by a signal (base/interrupt.h)
+// counts as missing.
 void monitored_barrier(c10d::Store& store, const std::string& key, int rank, int size,
                        std::chrono::milliseconds timeout, bool wait_all_ranks);
 

@@ -21,8 +21,9 @@
 namespace torch_overlap {
 namespace {
 
-// Tags that count on, say by step, would make a communicator each, which holds memory and threads.
-constexpr int kMaxTagged = 64;
+// Maximum number of pairs with a tag. Tags that change per message, say per step, would create one
+// communicator each, which holds memory and threads.
+constexpr int kMaxTaggedPairs = 64;
 
 std::string describe(const PairKey& key) {
   return concat("messages from rank ", key.src, " to rank ", key.dst,
@@ -31,7 +32,7 @@ std::string describe(const PairKey& key) {
 
 }  // namespace
 
-// A message that waits for its communicator. What is asked of it before is answered by the host.
+// A message that waits for its communicator. Until it is issued, the host answers queries of it.
 class QueuedWork final : public c10d::Work {
  public:
   using Inner = c10::intrusive_ptr<c10d::Work>;
@@ -75,7 +76,7 @@ class QueuedWork final : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
   void synchronize() override { get()->synchronize(); }
   void blockCurrentStream() override { get()->blockCurrentStream(); }
-  // At once: the caller may hold a lock that the message needs.
+  // Returns at once: the caller may hold a lock that the message needs.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     std::unique_lock lock(mutex_);
     if (inner_) {
@@ -93,13 +94,13 @@ class QueuedWork final : public c10d::Work {
     return future_;
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    return at_boundary([&] { return get(timeout)->wait(timeout); });
+    return with_exception_translation([&] { return get(timeout)->wait(timeout); });
   }
 
  private:
   using Future = c10::ivalue::Future;
 
-  // The callback runs on streams that come after the inner operation.
+  // The callback runs on streams that are ordered after the inner operation.
   static void chain(c10d::Work& inner, const c10::intrusive_ptr<Future>& future) {
     inner.getFuture()->addCallback([future](Future& done) {
       if (done.hasError()) return future->setError(done.exception_ptr());
@@ -110,10 +111,11 @@ class QueuedWork final : public c10d::Work {
     const std::lock_guard lock(mutex_);
     return inner_;
   }
-  // Blocks until the message is issued; making its communicator ends in the group's timeout.
+  // Blocks until the message is issued. The group's timeout bounds the creation of its
+  // communicator.
   Inner get(std::chrono::milliseconds timeout = kNoTimeout) const {
     std::unique_lock lock(mutex_);
-    const auto longest = timeout == kNoTimeout ? kLongestTimeout : bounded_timeout(timeout);
+    const auto longest = timeout == kNoTimeout ? kMaxTimeout : clamp_timeout(timeout);
     const auto until = std::chrono::steady_clock::now() + longest;
     const auto is_known = [this] { return inner_ || error_; };
     if (!wait_interruptibly(changed_, lock, until, is_known)) {
@@ -131,15 +133,15 @@ class QueuedWork final : public c10d::Work {
   const c10::Device device_;
   Inner inner_;
   std::exception_ptr error_;
-  c10::intrusive_ptr<Future> future_;  // of who asked before it was issued
+  c10::intrusive_ptr<Future> future_;  // returned to callers before the message was issued
 };
 
-// One communicator, or the thread that makes it and then issues what was queued.
+// One communicator, or the thread that creates it and then issues the queued messages.
 class PairComms::Pair : public std::enable_shared_from_this<Pair> {
  public:
   Pair(const PairKey& key, c10::Device device) : key_(key), device_(device) {}
 
-  C10dWork issue(const WorkParts& parts, Issue issue, const Make& make);
+  C10dWork issue(const WorkParts& parts, Issue issue, const CommFactory& make);
   CommPtr comm() const {
     const std::lock_guard lock(mutex_);
     return comm_;
@@ -150,10 +152,10 @@ class PairComms::Pair : public std::enable_shared_from_this<Pair> {
   struct Message {
     Issue issue;
     c10::intrusive_ptr<QueuedWork> work;
-    std::optional<c10::Event> ready;  // the work before it on the caller's stream
+    std::optional<c10::Event> ready;  // marks the preceding work on the caller's stream
   };
 
-  void run(const Make& make);
+  void run(const CommFactory& make);
   void issue_queued();
   void issue_one(Message& message);
 
@@ -162,15 +164,16 @@ class PairComms::Pair : public std::enable_shared_from_this<Pair> {
   mutable std::mutex mutex_;
   CommPtr comm_;
   std::deque<Message> queue_;
-  bool is_direct_ = false;  // the queue is empty, and stays so
+  bool is_queue_drained_ = false;  // the queue is empty and stays empty
   bool is_started_ = false;
   std::exception_ptr error_;
 };
 
-PairComms::C10dWork PairComms::Pair::issue(const WorkParts& parts, Issue issue, const Make& make) {
+PairComms::C10dWork PairComms::Pair::issue(const WorkParts& parts, Issue issue,
+                                           const CommFactory& make) {
   std::unique_lock lock(mutex_);
   if (error_) std::rethrow_exception(error_);
-  if (is_direct_) {
+  if (is_queue_drained_) {
     const CommPtr comm = comm_;
     lock.unlock();
     return issue(*comm);
@@ -189,7 +192,7 @@ PairComms::C10dWork PairComms::Pair::issue(const WorkParts& parts, Issue issue, 
   if (is_started_) return work;
   try {
     std::thread([self = shared_from_this(), make] { self->run(make); }).detach();
-  } catch (...) {  // no thread can be had: nothing is queued, and the next message tries again
+  } catch (...) {  // no thread available: dequeue; the next message tries again
     queue_.pop_back();
     throw;
   }
@@ -197,13 +200,13 @@ PairComms::C10dWork PairComms::Pair::issue(const WorkParts& parts, Issue issue, 
   return work;
 }
 
-void PairComms::Pair::run(const Make& make) {
+void PairComms::Pair::run(const CommFactory& make) {
   const BackgroundTask until_done;
   try {
     CommPtr comm = make(key_, device_);
     std::unique_lock lock(mutex_);
     comm_ = comm;
-    if (error_) {  // closed meanwhile
+    if (error_) {  // closed in the meantime
       lock.unlock();
       comm->abort();
       return;
@@ -219,7 +222,7 @@ void PairComms::Pair::issue_queued() {
   while (true) {
     std::unique_lock lock(mutex_);
     if (queue_.empty()) {
-      is_direct_ = true;
+      is_queue_drained_ = true;
       return;
     }
     Message message = std::move(queue_.front());
@@ -230,7 +233,7 @@ void PairComms::Pair::issue_queued() {
     } catch (...) {
       message.work->failed(std::current_exception());
     }
-    drop_or_leak(std::move(message));  // tensors
+    drop_or_leak(std::move(message));  // it holds tensors
   }
 }
 
@@ -249,7 +252,7 @@ void PairComms::Pair::close(const std::exception_ptr& error) {
   {
     const std::lock_guard lock(mutex_);
     if (!error_) error_ = error;
-    is_direct_ = false;
+    is_queue_drained_ = false;
     dropped.swap(queue_);
   }
   for (const Message& message : dropped) message.work->failed(error);
@@ -257,14 +260,14 @@ void PairComms::Pair::close(const std::exception_ptr& error) {
 }
 
 struct PairComms::Shared {
-  Make make;
+  CommFactory make;
   std::mutex mutex;
   std::map<PairKey, std::shared_ptr<Pair>> pairs;
   std::exception_ptr closed;
   int num_tagged = 0;
 };
 
-PairComms::PairComms(Make make) : shared_(std::make_shared<Shared>()) {
+PairComms::PairComms(CommFactory make) : shared_(std::make_shared<Shared>()) {
   shared_->make = std::move(make);
 }
 
@@ -278,10 +281,10 @@ PairComms::C10dWork PairComms::issue(const PairKey& key, c10::Device device, con
     if (shared_->closed) std::rethrow_exception(shared_->closed);
     auto& slot = shared_->pairs[key];
     if (!slot) {
-      if (key.tag != 0 && ++shared_->num_tagged > kMaxTagged) {
+      if (key.tag != 0 && ++shared_->num_tagged > kMaxTaggedPairs) {
         shared_->pairs.erase(key);
         --shared_->num_tagged;
-        fail(ErrorKind::kUnsupported, "send/recv: expected at most ", kMaxTagged,
+        fail(ErrorKind::kUnsupported, "send/recv: expected at most ", kMaxTaggedPairs,
              " combinations of sender, receiver and tag other than 0 on this rank, got another: ",
              describe(key), "; use the same tags again, or tag 0");
       }

@@ -16,10 +16,11 @@ std::string_view name_of(P2POp::Type type) { return type == P2POp::Type::SEND ? 
 
 }  // namespace
 
-// The communicator of the whole group, if every rank has had it since the group was made and its
-// messages carry tags; else null, and each direction of a pair has its own.
+// Returns the communicator of the whole group if every rank has had it since the group was created
+// and its messages carry tags. Otherwise returns null, and each direction of a pair has its own
+// communicator.
 BackendWrapper::CommPtr BackendWrapper::tagged_comm(c10::Device device) {
-  if (fixed_) return fixed_;
+  if (existing_comm_) return existing_comm_;
   const std::lock_guard lock(mutex_);
   const auto slot = slots_.find(device.type());
   const bool is_usable =
@@ -31,9 +32,9 @@ C10dWork BackendWrapper::issue_message(const P2POp& message) {
   const bool is_send = message.type == P2POp::Type::SEND;
   WorkParts parts{.type = is_send ? c10d::OpType::SEND : c10d::OpType::RECV,
                   .outputs = {message.tensor}};
-  const auto memory = is_send ? read_in_order(message.tensor)
-                              : write_in_order(message.tensor, parts.copies, /*reads=*/false,
-                                               name_of(message.type));
+  const auto memory = is_send ? contiguous_input(message.tensor)
+                              : contiguous_output(message.tensor, parts.copies, /*reads=*/false,
+                                                  name_of(message.type));
   if (!is_send && message.peer != kAnySource) parts.source = message.peer;
   const auto issue = [is_send, memory, options = op_options(Ms(0))](TorchComm& comm, int peer,
                                                                     int tag) {
@@ -73,10 +74,11 @@ void BackendWrapper::check_pair(const P2POp& message) const {
 C10dWork BackendWrapper::point_to_point(const P2POp& message) {
   if (!is_coalescing()) return issue_message(message);
   coalescing_.p2p.push_back(message);
-  return nullptr;  // what endCoalescing returns stands for it
+  return nullptr;  // endCoalescing returns the Work for it
 }
 
-// Messages whose tags the group's communicator cannot send go one by one, matched by their tags.
+// If the group's communicator does not support tags, tagged messages are issued one by one and
+// matched by tag.
 C10dWork BackendWrapper::issue_batch(std::vector<P2POp> ops, WorkParts parts) {
   std::vector<C10dWork> works;
   const auto shared = ops.empty() ? nullptr : tagged_comm(ops.front().tensor.device());
@@ -101,19 +103,20 @@ C10dWork BackendWrapper::issue_batch(std::vector<P2POp> ops, WorkParts parts) {
   return join_works(std::move(works));
 }
 
-// Replaces each tensor by memory to send from or to receive into.
+// Replaces each tensor by contiguous memory to send from or receive into.
 void BackendWrapper::stage_batch(std::vector<P2POp>& ops, std::vector<CopyBack>& copies) {
   Tensors sent;
   Tensors received;
   for (P2POp& message : ops) {
     if (message.type == P2POp::Type::SEND) {
-      message.tensor = read_in_order(message.tensor);
+      message.tensor = contiguous_input(message.tensor);
       sent.push_back(message.tensor);
     } else {
       received.push_back(message.tensor);
     }
   }
-  const auto targets = write_in_order(received, copies, /*reads=*/false, "batch_isend_irecv", sent);
+  const auto targets =
+      contiguous_output(received, copies, /*reads=*/false, "batch_isend_irecv", sent);
   auto target = targets.begin();
   for (P2POp& message : ops) {
     if (message.type == P2POp::Type::RECV) message.tensor = *target++;

@@ -17,7 +17,7 @@ namespace {
 using Milliseconds = std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// The one result of several operations that end in any order on any thread.
+// The combined result of several operations that end in any order on any thread.
 struct Countdown {
   explicit Countdown(size_t count) : left(count) {}
   std::atomic<size_t> left;
@@ -33,7 +33,7 @@ WorkWrapper::WorkWrapper(WorkParts parts)
   if (parts_.copies.empty() || !stream) return;
   const c10::StreamGuard guard(*stream);
   copy_back(parts_.copies);
-  // They may have been allocated on another stream, and nobody waits before they are freed.
+  // The tensors may have been allocated on another stream, and nothing waits before they are freed.
   for (const auto& [from, to] : parts_.copies) {
     from.record_stream(*stream);
     to.record_stream(*stream);
@@ -92,7 +92,7 @@ void WorkWrapper::synchronize() {
 }
 
 bool WorkWrapper::wait(Milliseconds timeout) {
-  at_boundary([&] { finish(timeout); });
+  with_exception_translation([&] { finish(timeout); });
   return true;
 }
 
@@ -122,7 +122,7 @@ c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::stream_future(const c10::St
                                             std::vector<c10::Device>{stream.device()});
   // The future records its event on the current stream.
   const c10::StreamGuard guard(stream);
-  // Those of the other members may have run on other streams.
+  // The works of the other members may have run on other streams.
   if (!parts_.members.empty()) synchronize();
   future->markCompleted(c10::IValue(parts_.outputs));
   return future;
@@ -148,7 +148,7 @@ c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::getFuture() {
   if (const auto stream = this->stream()) return future_ = stream_future(*stream);
   auto future = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
   future_ = future;
-  // A work that is done calls back at once, here.
+  // A completed work calls back immediately, in this call.
   lock.unlock();
   auto self = c10::intrusive_ptr<WorkWrapper>::reclaim_copy(this);
   when_done([self, future](std::exception_ptr error) {

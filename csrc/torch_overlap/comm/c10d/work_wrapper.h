@@ -17,25 +17,27 @@ namespace torch_overlap {
 
 class WorkWrapper;
 
-// What a WorkWrapper is made of.
+// The contents of a WorkWrapper.
 struct WorkParts {
   c10d::OpType type = c10d::OpType::UNKNOWN;
-  std::vector<WorkPtr> works{};       // in order of issue; one, or those of a coalesced operation
-  std::vector<at::Tensor> outputs{};  // what result() and the future hold
+  std::vector<WorkPtr> works{};       // in order of issue; several if the operation is coalesced
+  std::vector<at::Tensor> outputs{};  // returned by result() and the future
   std::vector<CopyBack> copies{};     // made once, after all works
-  // The operations that were coalesced into this one, whose works `works` has: each finishes its
-  // own outputs.
+  // The operations that were coalesced into this one. Their works are in `works`; each member
+  // finishes its own outputs.
   std::vector<c10::intrusive_ptr<WorkWrapper>> members{};
-  bool blocks_host = false;  // wait() waits on the host on every device: a barrier
+  bool blocks_host = false;  // wait() blocks the host on every device (barrier)
   int rank = -1;
-  int source = -1;  // of a recv
+  int source = -1;  // source rank of a recv
   uint64_t sequence = 0;
 };
 
-// c10d's handle over ours. On CPU wait() blocks the thread; on CUDA it orders the current stream,
-// and blocks the thread only with a timeout or for a barrier. isCompleted() asks the device now.
+// c10d's handle of a TorchWork. On CPU wait() blocks the thread; on CUDA it orders the current
+// stream, and blocks the thread only with a timeout or for a barrier. isCompleted() queries the
+// device.
 //
-// Threads: any. Life: it keeps its TorchWorks, which keep their tensors until they are done.
+// Threads: any. Lifetime: it keeps its TorchWorks alive, which keep their tensors until they are
+// done.
 class TORCH_OVERLAP_API WorkWrapper final : public c10d::Work {
  public:
   explicit WorkWrapper(WorkParts parts);
@@ -50,28 +52,29 @@ class TORCH_OVERLAP_API WorkWrapper final : public c10d::Work {
   void blockCurrentStream() override;
   uint64_t getSequencenumber() const override { return parts_.sequence; }
 
-  // A list of the outputs. CPU: completes when the operation does, with its error if it has one.
-  // CUDA: complete at once, and whoever waits for it orders its own stream after the operation.
+  // A future of the list of outputs. CPU: completes with the operation, with its error if it
+  // failed. CUDA: already completed; a waiter orders its own stream after the operation.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  // c10d::WorkResult as a number. CPU only.
+  // A future of c10d::WorkResult as a number. CPU only.
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
 
  private:
   using Future = c10::ivalue::Future;
-  // The stream of the last work; empty on CPU.
+  // Returns the stream of the last work; nullopt on CPU.
   std::optional<c10::Stream> stream() const;
-  // What wait() does, with errors as they are.
+  // Implements wait(), without translating errors.
   void finish(std::chrono::milliseconds timeout);
-  // After all works: makes the copies on the first call, or orders the stream after them.
+  // Called after all works. The first call makes the copies; later calls order the stream after
+  // them.
   void finish_outputs();
   c10::intrusive_ptr<Future> stream_future(const c10::Stream& stream);
-  // Calls `done` once, when all works are; with the first error.
+  // Calls `done` once, when all works are done, with the first error.
   void when_done(const std::function<void(std::exception_ptr)>& done);
 
   WorkParts parts_;
   std::once_flag copied_;
-  std::optional<c10::Event> copies_event_;    // CUDA: the copies ran on the stream of the works
-  c10::intrusive_ptr<Future> future_;         // guarded by mutex_
+  std::optional<c10::Event> copies_event_;  // CUDA: recorded after the copies on the works' stream
+  c10::intrusive_ptr<Future> future_;       // guarded by mutex_
   c10::intrusive_ptr<Future> future_result_;  // guarded by mutex_
 };
 

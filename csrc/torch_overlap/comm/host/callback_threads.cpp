@@ -14,8 +14,8 @@
 namespace torch_overlap {
 namespace {
 
-// How long a callback may run before the next one gets another thread.
-constexpr auto kPatience = std::chrono::milliseconds(1);
+// Time that a callback may run before the next one gets another thread.
+constexpr auto kMaxCallbackDelay = std::chrono::milliseconds(1);
 constexpr auto kKeepAlive = std::chrono::seconds(5);
 
 class CallbackThreads {
@@ -24,9 +24,9 @@ class CallbackThreads {
     auto item = std::make_unique<Item>(std::move(callback));
     std::unique_lock lock(mutex_);
     queue_.push_back(std::move(item));
-    // One thread runs callbacks; while it does, another watches that it does not hold up the rest.
+    // One thread runs callbacks. An idle one starts the next callback if the running one is slow.
     if (num_idle_ == 0 && !add_thread() && num_running_ == 0) {
-      // No thread can be had, and none will come: here.
+      // No thread exists or can be created: the caller runs the callback.
       item = std::move(queue_.back());
       queue_.pop_back();
       lock.unlock();
@@ -42,7 +42,7 @@ class CallbackThreads {
     std::function<void()> callback;
   };
 
-  // The lock is held. False if there can be no more threads.
+  // The lock must be held. Returns false if no thread can be created.
   bool add_thread() noexcept {
     try {
       std::thread([this] { work(); }).detach();
@@ -59,7 +59,8 @@ class CallbackThreads {
       if (!changed_.wait_for(lock, kKeepAlive, [this] { return !queue_.empty(); })) break;
       if (num_running_ > 0) {
         const uint64_t before = num_started_;
-        changed_.wait_for(lock, kPatience, [&] { return num_running_ == 0 || queue_.empty(); });
+        changed_.wait_for(lock, kMaxCallbackDelay,
+                          [&] { return num_running_ == 0 || queue_.empty(); });
         if (queue_.empty() || (num_running_ > 0 && num_started_ != before)) continue;
       }
       auto item = std::move(queue_.front());
@@ -90,13 +91,13 @@ class CallbackThreads {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::unique_ptr<Item>> queue_;
-  int num_idle_ = 0;     // threads that wait, for work or for their turn
+  int num_idle_ = 0;     // threads that wait for a callback, or for the running one
   int num_running_ = 0;  // threads inside a callback
   uint64_t num_started_ = 0;
 };
 
-// Never destroyed: its threads run until the process ends. A fork makes its own, since it has none
-// of the threads.
+// Never destroyed, because its threads run until the process ends. A forked child has none of the
+// threads and creates its own instance.
 struct Holder {
   ForkSafeMutex mutex;
   CallbackThreads* threads = nullptr;
@@ -106,7 +107,7 @@ struct Holder {
 }  // namespace
 
 void run_callback(std::function<void()> callback) {
-  auto& holder = ProcessWide<Holder>::get();
+  auto& holder = LeakySingleton<Holder>::get();
   std::unique_lock<std::mutex> lock(holder.mutex);
   if (holder.threads == nullptr || !holder.made_in.is_current()) {
     holder.threads = new CallbackThreads;

@@ -7,23 +7,23 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/interrupt.h"
+#include "torch_overlap/comm/below_dispatch_guard.h"
 #include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/host/host_primitives.h"
 #include "torch_overlap/comm/host/host_window.h"
 #include "torch_overlap/comm/mismatch.h"
-#include "torch_overlap/comm/plain_dispatch.h"
-#include "torch_overlap/comm/process_end.h"
+#include "torch_overlap/comm/process_abort.h"
 #include "torch_overlap/comm/recorder_dump.h"
 #include "torch_overlap/common/capture.h"
 
 namespace torch_overlap {
 namespace {
 
-// How long a rank that lost a peer's connection waits for what that one tells.
-constexpr Milliseconds kToldBeforeLeaving{300};
+// Time that a rank which lost the connection to a peer waits for that peer's report.
+constexpr Milliseconds kPeerReportTimeout{300};
 
-constexpr int kCollectives = 0;  // the lane; then those of sends, receives, puts and signals
+constexpr int kCollectives = 0;  // lane index; lanes of sends, receives, puts and signals follow
 
 bool is_timeout(const std::exception_ptr& error) {
   try {
@@ -45,13 +45,14 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
-// A timeout that shows what both ranks waited in.
+// A timeout whose message shows the operations in which this rank and the missing peer wait.
 class ComparedTimeout final : public Error {
   using Error::Error;
 };
 
-// The same error, saying which operation it is of; a timeout, how old that is and what may help.
-std::exception_ptr named(const HostWork& work, const std::exception_ptr& error) {
+// Returns the error with the operation in its message. A timeout also gets the operation's age and,
+// unless it was compared with the peers, a hint at mismatched calls.
+std::exception_ptr with_op_context(const HostWork& work, const std::exception_ptr& error) {
   const auto text = [&work](const char* what) {
     return concat(work.call().describe(), ": ", what);
   };
@@ -61,7 +62,7 @@ std::exception_ptr named(const HostWork& work, const std::exception_ptr& error) 
     if (thrown.kind() == ErrorKind::kTimeout) {
       const bool is_compared = dynamic_cast<const ComparedTimeout*>(&thrown) != nullptr;
       return std::make_exception_ptr(
-          Error(ErrorKind::kTimeout, concat(text(thrown.what()), " (", work.age(), ")",
+          Error(ErrorKind::kTimeout, concat(text(thrown.what()), " (", work.describe_age(), ")",
                                             is_compared ? "" : mismatch_hint(work.call()))));
     }
     return std::make_exception_ptr(Error(thrown.kind(), text(thrown.what())));
@@ -75,10 +76,10 @@ std::exception_ptr named(const HostWork& work, const std::exception_ptr& error) 
   }
 }
 
-// One for collectives; for each peer one for sends, one for receives, one for puts and signals.
+// One lane for collectives; per peer, one for sends, one for receives, one for puts and signals.
 int num_fixed_lanes(int size) { return 1 + 3 * size; }
 
-std::string overdue(const Call& call) {
+std::string timeout_message(const Call& call) {
   return concat("did not end in ", call.timeout.count(), " ms");
 }
 
@@ -96,10 +97,10 @@ HostBackend::~HostBackend() {
 }
 
 HostBackend::Lane HostBackend::lane_of(const P2POp& op) const {
-  // Sends to oneself are copies to the receives of the same batch: one lane for both.
+  // Sends to this rank are copies to the receives of the same batch: one lane for both.
   const bool is_recv = op.type == P2POp::Type::RECV && op.peer != context_.rank;
   if (op.peer != kAnySource && op.tag == 0) return 1 + op.peer + (is_recv ? context_.size : 0);
-  // Behind the fixed lanes: a key for each tag, direction and peer; the last peer is "any".
+  // The keys after the fixed lanes: one per tag, direction and peer; the last peer is "any".
   const Lane peer = op.peer == kAnySource ? context_.size : op.peer;
   return num_fixed_lanes(context_.size) +
          (Lane{op.tag} * 2 + (is_recv ? 1 : 0)) * (context_.size + 1) + peer;
@@ -117,13 +118,14 @@ HostBackend::LaneList HostBackend::lanes_of(const Call& call) const {
 
 WorkPtr HostBackend::launch(Call call) {
   require_usable(to_string(call.name));
-  refuse_capture(to_string(call.name), context_.device);  // tensors of a device go through the host
-  call.comm = context_.name;  // the work may outlive the caller's copy of the name
+  check_not_capturing(to_string(call.name),
+                      context_.device);  // staging tensors of a device synchronizes a stream
+  call.comm = context_.name;             // the work may outlive the caller's copy of the name
   if (call.primitive == Primitive::wait_signal) return launch_wait(std::move(call));
   const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   const bool async_op = call.async_op;
   const auto lanes = lanes_of(call);
-  // Who runs it cannot look for signals meanwhile; one rank alone waits for nobody.
+  // The thread that runs the operation cannot poll for signals. A single rank waits for no peer.
   const bool may_run = !async_op && (context_.size == 1 || !is_interruptible());
   const bool here = may_run && lanes_.try_acquire(lanes);
   const int parts = here ? 1 : static_cast<int>(lanes.size());
@@ -152,12 +154,12 @@ WorkPtr HostBackend::launch(Call call) {
   return work;
 }
 
-// It may be the longest of all operations, and what it waits for may come after anything that is
-// launched later: nothing queues behind it.
+// A wait for a signal may outlast all other operations, and the signal may depend on operations
+// that are launched later. The wait has a lane to itself, so nothing is queued after it.
 WorkPtr HostBackend::launch_wait(Call call) {
   const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   const bool async_op = call.async_op;
-  call.ticket = take_ticket(*call.window, call.root);  // now: waits end in the order of launch
+  call.ticket = take_ticket(*call.window, call.root);  // taken at launch: waits end in that order
   const auto work = std::make_shared<HostWork>(std::move(call), nullptr, launched_.fetch_add(1),
                                                /*parts=*/1, std::weak_ptr<HostWorkOwner>(self));
   if (async_op || is_interruptible()) {
@@ -171,28 +173,29 @@ WorkPtr HostBackend::launch_wait(Call call) {
 
 void HostBackend::run(HostWork& work, Lane lane) {
   std::exception_ptr error;
-  bool has_begun = false;
+  bool has_started = false;
   try {
-    run_part(work, lane, has_begun);
+    run_part(work, lane, has_started);
   } catch (...) {
-    error = named(work, std::current_exception());
-    // Others may be in the middle of it, or be waiting: only what never began leaves no trace.
-    if (has_begun || is_timeout(error)) break_down(error);
+    error = with_op_context(work, std::current_exception());
+    // Peers may be in the middle of the operation, or wait for it. The communicator remains usable
+    // only if nothing was posted and there was no timeout.
+    if (has_started || is_timeout(error)) set_broken(error);
   }
   work.end_part(error);
 }
 
-void HostBackend::run_part(HostWork& work, Lane lane, bool& has_begun) {
-  if (HostClock::now() >= work.deadline()) fail(ErrorKind::kTimeout, overdue(work.call()));
+void HostBackend::run_part(HostWork& work, Lane lane, bool& has_started) {
+  if (HostClock::now() >= work.deadline()) fail(ErrorKind::kTimeout, timeout_message(work.call()));
   if (broken_.load(std::memory_order_acquire)) {
     fail(ErrorKind::kState, "not run, because of ", failure());
   }
   if (work.call().record) work.call().record->started();
   work.begin();
-  const PlainDispatch plain;
+  const BelowDispatchGuard plain;
   HostPrimitives primitives(context_.rank, context_.size, *transport_, work.deadline(),
                             work.call().timeout, broken_);
-  has_begun = true;  // of a fault in before(), the others will hear
+  has_started = true;  // an error of before() breaks the communicator
   transport_->before(work.index(), work.deadline());
   try {
     if (lane == kAllLanes) {
@@ -200,34 +203,35 @@ void HostBackend::run_part(HostWork& work, Lane lane, bool& has_begun) {
     } else {
       run_p2p_lane(work, lane, primitives);
     }
-    if (primitives.source() != kAnySource) work.received_from(primitives.source());
+    if (primitives.source() != kAnySource) work.set_source(primitives.source());
     if (const Staging* staging = work.staging(); staging != nullptr && lane == kAllLanes) {
       const c10::DeviceGuard guard(context_.device);
       staging->write_back();
     }
   } catch (const Error& error) {
-    has_begun = primitives.has_begun();
-    explain(work, error.kind(), primitives.missing());
+    has_started = primitives.has_started();
+    throw_if_mismatched(work, error.kind(), primitives.missing());
     throw;
   } catch (...) {
-    has_begun = primitives.has_begun();
+    has_started = primitives.has_started();
     throw;
   }
 }
 
-void HostBackend::explain(const HostWork& work, ErrorKind kind, const std::set<int>& missing) {
+void HostBackend::throw_if_mismatched(const HostWork& work, ErrorKind kind,
+                                      const std::set<int>& missing) {
   if (kind != ErrorKind::kTimeout && kind != ErrorKind::kRuntime) return;
   if (missing.empty() || context_.store == nullptr || !transport_->hides_mismatches()) return;
-  // The store may not answer any more: what it does then is lost with its thread.
+  // The store may not answer any more. The query then continues on its thread; its result is lost.
   const auto why = std::make_shared<std::string>();
   const Milliseconds limit =
-      kind == ErrorKind::kTimeout ? late_limit(work.call().timeout) : kToldBeforeLeaving;
+      kind == ErrorKind::kTimeout ? peer_report_timeout(work.call().timeout) : kPeerReportTimeout;
   const auto ask = [why, store = context_.store,
-                    compare = late_comparison(work.call(), context_.rank, context_.size, missing,
-                                              limit)] { *why = compare(*store); };
+                    compare = make_timeout_comparison(work.call(), context_.rank, context_.size,
+                                                      missing, limit)] { *why = compare(*store); };
   try {
-    if (!run_bounded(ask, limit + limit / 2)) return;
-  } catch (const std::exception&) {  // the store is gone
+    if (!run_with_timeout(ask, limit + limit / 2)) return;
+  } catch (const std::exception&) {  // the store is unreachable
     return;
   }
   if (!why->empty()) throw ComparedTimeout(ErrorKind::kTimeout, *why);
@@ -247,7 +251,7 @@ void HostBackend::run_p2p_lane(HostWork& work, Lane lane, Primitives& primitives
   }
 }
 
-void HostBackend::break_down(const std::exception_ptr& error) {
+void HostBackend::set_broken(const std::exception_ptr& error) {
   const std::string why = message_of(error);
   {
     std::lock_guard lock(mutex_);
@@ -258,11 +262,11 @@ void HostBackend::break_down(const std::exception_ptr& error) {
   report_failure(context_.record.get(), why);
   const bool timeout = is_timeout(error);
   if (context_.options.abort_process_on_timeout_or_error) {
-    end_process(timeout ? WorkStatus::TIMEDOUT : WorkStatus::ERROR, why, context_.on_abort);
+    abort_process(timeout ? WorkStatus::TIMEDOUT : WorkStatus::ERROR, why, context_.on_abort);
   }
-  // After a timeout the peers are not told: their own clocks are about to end, and then they name
-  // the rank that is really missing.
-  transport_->stop(concat("not run, because of ", why), /*tell_peers=*/!timeout);
+  // Peers are not notified after a timeout. Their own deadlines pass soon, and their errors then
+  // name the rank that is really missing.
+  transport_->stop(concat("not run, because of ", why), /*notify_peers=*/!timeout);
 }
 
 std::string HostBackend::failure() {
@@ -281,8 +285,8 @@ void HostBackend::require_usable(std::string_view op) {
 }
 
 void HostBackend::expire(const HostWork& work) {
-  const Error error(ErrorKind::kTimeout, overdue(work.call()));
-  break_down(named(work, std::make_exception_ptr(error)));
+  const Error error(ErrorKind::kTimeout, timeout_message(work.call()));
+  set_broken(with_op_context(work, std::make_exception_ptr(error)));
 }
 
 std::shared_ptr<Backend> HostBackend::split(const SplitRequest& request) {
@@ -296,12 +300,12 @@ void HostBackend::finalize() {
   bool drained = false;
   try {
     drained = lanes_.drain(HostClock::now() + timeout);
-  } catch (const Error&) {  // interrupted: nobody can wait for them again
-    end(/*tells_peers=*/true);
+  } catch (const Error&) {  // interrupted: the operations cannot be waited for again
+    end(/*notify_peers=*/true);
     throw;
   }
   if (!drained) {
-    break_down(std::make_exception_ptr(Error(
+    set_broken(std::make_exception_ptr(Error(
         ErrorKind::kTimeout, concat("finalize of '", context_.name, "': operations did not end in ",
                                     timeout.count(), " ms"))));
   }
@@ -313,7 +317,7 @@ void HostBackend::finalize() {
   }
 }
 
-void HostBackend::end(bool tells_peers) {
+void HostBackend::end(bool notify_peers) {
   if (aborted_.exchange(true)) return;
   const std::string why = concat("communicator '", context_.name, "' was aborted");
   {
@@ -321,7 +325,7 @@ void HostBackend::end(bool tells_peers) {
     if (failure_.empty()) failure_ = why;
     broken_.store(true, std::memory_order_release);
   }
-  transport_->stop(why, tells_peers);
+  transport_->stop(why, notify_peers);
 }
 
 }  // namespace torch_overlap

@@ -18,21 +18,22 @@
 
 namespace torch_overlap {
 
-// The launch path of all CPU communicators; a transport makes it a backend.
+// The backend of all CPU communicators. A transport moves the bytes.
 //
-// Order: collectives run one after the other in the order of launch; so do the sends to one peer
-// under one tag, the receives from one peer under one tag, and those from any rank under one tag.
-// Nothing else waits for each other, so any pattern of matching sends and receives ends. Puts and
-// signals to one rank run in the order of launch, and a wait for a signal keeps nothing else from
-// running. An operation with async_op=false keeps that order too: it runs on the caller's thread
-// when nothing is before it, else it takes its turn. Where the caller looks for signals
-// (base/interrupt.h) and there are other ranks, it always takes its turn, and goes on if a signal
-// ends the caller's wait.
+// Order. Collectives run one after the other in the order of launch. The same holds for the sends
+// to one peer with one tag, for the receives from one peer with one tag, and for the receives from
+// any rank with one tag. These sequences do not wait for each other, so every pattern of matching
+// sends and receives completes. Puts and signals to one rank run in the order of launch. A wait for
+// a signal blocks no other operation. An operation with async_op=false keeps that order too: it
+// runs on the caller's thread if its lanes are idle, otherwise it is queued. If the caller polls
+// for signals (base/interrupt.h) and there are other ranks, the operation is always queued, and it
+// continues if a signal ends the caller's wait.
 //
-// Timeouts count from launch. The first timeout or error after a message was posted breaks the
-// communicator: everything that runs or waits ends with an error, later launches and finalize()
-// throw one that names the first. A failure before that concerns one operation only.
-// With abort_process_on_timeout_or_error, that first failure ends the process.
+// Timeouts count from launch. The first timeout, or the first error after a message was posted,
+// breaks the communicator: every running and every queued operation ends with an error, and later
+// launches and finalize() throw an error that quotes the first one. An error before a message was
+// posted affects only its operation. If abort_process_on_timeout_or_error is set, the failure that
+// breaks the communicator ends the process.
 class HostBackend final : public Backend, public HostWorkOwner {
  public:
   HostBackend(const BackendContext& context, std::unique_ptr<HostTransport> transport,
@@ -43,15 +44,15 @@ class HostBackend final : public Backend, public HostWorkOwner {
   WorkPtr launch(Call call) override;
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
   void finalize() override;
-  void abort() override { end(/*tells_peers=*/true); }
-  void give_up(bool tells_peers) override { end(tells_peers); }
+  void abort() override { end(/*notify_peers=*/true); }
+  void abort_async(bool notify_peers) override { end(notify_peers); }
   bool is_aborted() const override { return aborted_.load(std::memory_order_acquire); }
   std::string failure() override;
-  std::string why_left(int rank) override { return transport_->why_left(rank); }
-  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet,
+  std::string departure_reason(int rank) override { return transport_->departure_reason(rank); }
+  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& rendezvous,
                                    Milliseconds timeout) override {
-    abort_within(timeout / 2);  // the peers hear of it
-    return make_child_(meet().context);
+    abort_within(timeout / 2);  // notifies the peers
+    return make_child_(rendezvous().context);
   }
   bool has_windows() const override { return context_.device.is_cpu(); }
   bool has_tags() const override { return true; }
@@ -63,19 +64,20 @@ class HostBackend final : public Backend, public HostWorkOwner {
 
   using LaneList = c10::SmallVector<Lane, 4>;
 
-  void end(bool tells_peers);
+  void end(bool notify_peers);
   Lane lane_of(const P2POp& op) const;
   LaneList lanes_of(const Call& call) const;
   WorkPtr launch_wait(Call call);
-  // Runs the part of `work` that belongs to `lane` and ends it.
+  // Runs the part of `work` that belongs to `lane`, then ends the part.
   void run(HostWork& work, Lane lane);
-  void run_part(HostWork& work, Lane lane, bool& has_begun);
-  // Throws an error that shows what this rank and a missing one wait in, if that one tells. A rank
-  // whose clock ended first closes its connections, which looks like its death.
-  void explain(const HostWork& work, ErrorKind kind, const std::set<int>& missing);
+  void run_part(HostWork& work, Lane lane, bool& has_started);
+  // Throws an error that shows the operations in which this rank and a missing peer wait, if the
+  // peer reports its own. A rank whose deadline passed first closes its connections, which looks
+  // like a crash to the others.
+  void throw_if_mismatched(const HostWork& work, ErrorKind kind, const std::set<int>& missing);
   void run_p2p_lane(HostWork& work, Lane lane, Primitives& primitives);
-  // The first call decides what the communicator failed of.
-  void break_down(const std::exception_ptr& error);
+  // Only the first call sets the communicator's failure.
+  void set_broken(const std::exception_ptr& error);
   void require_usable(std::string_view op);
 
   const BackendContext context_;
@@ -85,9 +87,9 @@ class HostBackend final : public Backend, public HostWorkOwner {
   std::atomic<bool> aborted_{false};
   std::atomic<bool> broken_{false};
   std::atomic<bool> finalized_{false};
-  std::mutex mutex_;  // failure_
+  std::mutex mutex_;  // guards failure_
   std::string failure_;
-  TaskLanes lanes_;  // last: its threads end before the rest does
+  TaskLanes lanes_;  // last member: its threads end before the others are destroyed
 };
 
 }  // namespace torch_overlap

@@ -14,9 +14,9 @@ namespace {
 using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
 
-// A broadcast of more than this is a scatter and an all-gather: the root sends 2 (n-1)/n of the
-// bytes instead of n-1 times all.
-constexpr size_t kLargeBroadcast = 256 * 1024;
+// Larger broadcasts are a scatter and an all-gather: the root sends 2 (n-1)/n times the bytes
+// instead of n-1 times.
+constexpr size_t kMinScatterBroadcastBytes = 256 * 1024;
 
 ConstBytes read(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
@@ -26,14 +26,14 @@ Bytes write(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
 }
 
-// memmove: a rank's own part may be where it belongs already.
+// Uses memmove, because the spans may overlap; copies nothing if the bytes are in place already.
 void copy(Bytes to, ConstBytes from) {
   if (!from.empty() && to.data() != from.data()) std::memmove(to.data(), from.data(), from.size());
 }
 
-// The bytes of each rank's part, without making a tensor of each.
+// Returns the bytes of each rank's part without making a tensor per part.
 template <typename Span, typename View>
-std::vector<Span> parts_of(const Blocks& blocks, int size, const View& view) {
+std::vector<Span> parts_of(const RankTensors& blocks, int size, const View& view) {
   std::vector<Span> parts(size);
   if (blocks.is_uniform_flat()) {
     const Span all = view(blocks.flat);
@@ -45,11 +45,11 @@ std::vector<Span> parts_of(const Blocks& blocks, int size, const View& view) {
   return parts;
 }
 
-std::vector<Bytes> write_parts(const Blocks& blocks, int size) {
+std::vector<Bytes> write_parts(const RankTensors& blocks, int size) {
   return parts_of<Bytes>(blocks, size, write);
 }
 
-std::vector<ConstBytes> read_parts(const Blocks& blocks, int size) {
+std::vector<ConstBytes> read_parts(const RankTensors& blocks, int size) {
   return parts_of<ConstBytes>(blocks, size, read);
 }
 
@@ -61,36 +61,36 @@ bool overlaps(ConstBytes a, ConstBytes b) {
 }  // namespace
 
 void HostPrimitives::send(int peer, ConstBytes bytes) {
-  // Message has one type of span for both directions; a send only reads.
+  // Message has one span type for both directions; a send only reads it.
   post(true, peer, {const_cast<std::byte*>(bytes.data()), bytes.size()});
 }
 
 void HostPrimitives::recv(int peer, Bytes bytes) { post(false, peer, bytes); }
 
 void HostPrimitives::post(bool is_send, int peer, Bytes bytes, int tag) {
-  if (bytes.empty()) return;  // the other side knows its size too, and skips as well
-  has_begun_ = true;
-  const auto channel = now_ == Primitive::p2p ? Channel::p2p : Channel::collective;
-  const Message message{peer, channel, now_, bytes, tag};
+  if (bytes.empty()) return;  // the peer knows the size too and skips the message as well
+  has_started_ = true;
+  const auto channel = primitive_ == Primitive::p2p ? Channel::p2p : Channel::collective;
+  const Message message{peer, channel, primitive_, bytes, tag};
   try {
     pending_.push_back({peer, is_send ? transport_.send(message) : transport_.recv(message)});
   } catch (...) {
-    pending_.clear();  // before the caller's buffers go
+    pending_.clear();  // cancels the transfers while the caller's buffers are alive
     throw;
   }
 }
 
 void HostPrimitives::wait_all() {
-  const auto posted = std::exchange(pending_, {});  // taken back on every way out
+  const auto posted = std::exchange(pending_, {});  // destroyed, and so cancelled, on every exit
   for (const Pending& waited : posted) {
-    bool has_come = false;
+    bool has_arrived = false;
     try {
-      has_come = waited.transfer->wait(deadline_);
+      has_arrived = waited.transfer->wait(deadline_);
     } catch (const Error&) {
       if (waited.peer != kAnySource) missing_.insert(waited.peer);
       throw;
     }
-    if (has_come) {
+    if (has_arrived) {
       if (waited.peer == kAnySource) source_ = waited.transfer->peer();
       continue;
     }
@@ -108,7 +108,7 @@ void HostPrimitives::wait_all() {
 }
 
 void HostPrimitives::p2p(const std::vector<P2POp>& ops) {
-  now_ = Primitive::p2p;
+  primitive_ = Primitive::p2p;
   std::vector<ConstBytes> to_self;
   std::vector<Bytes> from_self;
   for (const P2POp& op : ops) {
@@ -116,7 +116,7 @@ void HostPrimitives::p2p(const std::vector<P2POp>& ops) {
     if (op.peer == rank()) {
       is_send ? to_self.push_back(read(op.tensor)) : from_self.push_back(write(op.tensor));
     } else {
-      // Message has one type of span for both directions; a send only reads.
+      // Message has one span type for both directions; a send only reads it.
       const ConstBytes bytes = is_send ? read(op.tensor) : ConstBytes(write(op.tensor));
       post(is_send, op.peer, {const_cast<std::byte*>(bytes.data()), bytes.size()}, op.tag);
     }
@@ -126,10 +126,10 @@ void HostPrimitives::p2p(const std::vector<P2POp>& ops) {
 }
 
 void HostPrimitives::broadcast(const at::Tensor& tensor, int root) {
-  now_ = Primitive::broadcast;
+  primitive_ = Primitive::broadcast;
   const Bytes bytes = write(tensor);
   if (size() == 1) return;
-  if (size() == 2 || bytes.size() <= kLargeBroadcast) {
+  if (size() == 2 || bytes.size() <= kMinScatterBroadcastBytes) {
     if (rank() != root) {
       recv(root, bytes);
     } else {
@@ -159,8 +159,8 @@ void HostPrimitives::broadcast(const at::Tensor& tensor, int root) {
   wait_all();
 }
 
-void HostPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
-  now_ = Primitive::all_gather;
+void HostPrimitives::all_gather(const RankTensors& out, const at::Tensor& tensor) {
+  primitive_ = Primitive::all_gather;
   const auto parts = write_parts(out, size());
   const ConstBytes mine = read(tensor);
   for (int step = 1; step < size(); ++step) {
@@ -173,11 +173,11 @@ void HostPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
   wait_all();
 }
 
-void HostPrimitives::all_to_all(const Blocks& out, const Blocks& in) {
-  now_ = Primitive::all_to_all;
+void HostPrimitives::all_to_all(const RankTensors& out, const RankTensors& in) {
+  primitive_ = Primitive::all_to_all;
   const auto to_parts = write_parts(out, size());
   auto from_parts = read_parts(in, size());
-  // In place: a part would be overwritten before it is sent.
+  // A part that an in-place operation would overwrite before it is sent is copied first.
   std::vector<std::vector<std::byte>> kept(size());
   for (int r = 0; r < size(); ++r) {
     const auto hit = [&](Bytes part) { return overlaps(part, from_parts[r]); };
@@ -196,7 +196,7 @@ void HostPrimitives::all_to_all(const Blocks& out, const Blocks& in) {
 }
 
 void HostPrimitives::barrier() {
-  now_ = Primitive::barrier;
+  primitive_ = Primitive::barrier;
   std::byte token{};
   std::vector<std::byte> tokens(size());
   for (int r = 0; r < size(); ++r) {
@@ -207,8 +207,8 @@ void HostPrimitives::barrier() {
   wait_all();
 }
 
-void HostPrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int root) {
-  now_ = Primitive::scatter;
+void HostPrimitives::scatter(const at::Tensor& tensor, const RankTensors& in, int root) {
+  primitive_ = Primitive::scatter;
   const Bytes mine = write(tensor);
   if (rank() != root) {
     recv(root, mine);
@@ -219,18 +219,18 @@ void HostPrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int roo
     if (r != root) send(r, parts[r]);
   }
   wait_all();
-  copy(mine, parts[root]);  // last: the output may lie on a part
+  copy(mine, parts[root]);  // last: the output may alias a part that is sent
 }
 
-void HostPrimitives::gather(const Blocks& out, const at::Tensor& tensor, int root) {
-  now_ = Primitive::gather;
+void HostPrimitives::gather(const RankTensors& out, const at::Tensor& tensor, int root) {
+  primitive_ = Primitive::gather;
   const ConstBytes mine = read(tensor);
   if (rank() != root) {
     send(root, mine);
     return wait_all();
   }
   const auto parts = write_parts(out, size());
-  copy(parts[root], mine);  // first: the input may lie on a part
+  copy(parts[root], mine);  // first: the input may alias a part that is received
   for (int r = 0; r < size(); ++r) {
     if (r != root) recv(r, parts[r]);
   }
@@ -245,7 +245,7 @@ void HostPrimitives::reduce(const at::Tensor& tensor, const ReduceOp& op, int ro
   composed_reduce(*this, tensor, op, root);
 }
 
-void HostPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
+void HostPrimitives::reduce_scatter(const at::Tensor& tensor, const RankTensors& in,
                                     const ReduceOp& op) {
   composed_reduce_scatter(*this, tensor, in, op);
 }

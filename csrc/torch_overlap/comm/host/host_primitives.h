@@ -11,16 +11,16 @@
 
 namespace torch_overlap {
 
-// The primitives on CPU memory, for one operation, over any transport. Every rank exchanges
-// its bytes directly with every other that it owes some, all at once: a rank that does not come is
-// named by those that wait for it, and by no other.
+// The primitives over CPU memory for one operation, on any transport. Every rank exchanges bytes
+// directly with each peer that it sends to or receives from, with all of them at once. A missing
+// rank is therefore named by the ranks that wait for it, and by no other.
 //
-// Threads: the one that runs the operation. Returns when the operation is done on this rank; throws
-// a kTimeout error that names the missing ranks when the deadline comes first.
+// Used by the thread that runs the operation. A primitive returns when the operation is complete on
+// this rank. It throws a kTimeout error that names the missing ranks if the deadline passes first.
 class HostPrimitives final : public Primitives {
  public:
-  // `timeout`: what `deadline` came from, for the error.
-  // `broken`: the communicator has failed, so no wait for a signal goes on.
+  // `timeout` is the duration that `deadline` was computed from; error messages show it.
+  // `broken` is true once the communicator has failed. It ends waits for signals.
   HostPrimitives(int rank, int size, HostTransport& transport, Deadline deadline,
                  Milliseconds timeout, const std::atomic<bool>& broken)
       : Primitives(rank, size),
@@ -33,21 +33,21 @@ class HostPrimitives final : public Primitives {
   void broadcast(const at::Tensor& tensor, int root) override;
   void all_reduce(const at::Tensor& tensor, const ReduceOp& op) override;
   void reduce(const at::Tensor& tensor, const ReduceOp& op, int root) override;
-  void all_gather(const Blocks& out, const at::Tensor& tensor) override;
-  void reduce_scatter(const at::Tensor& tensor, const Blocks& in, const ReduceOp& op) override;
-  void all_to_all(const Blocks& out, const Blocks& in) override;
+  void all_gather(const RankTensors& out, const at::Tensor& tensor) override;
+  void reduce_scatter(const at::Tensor& tensor, const RankTensors& in, const ReduceOp& op) override;
+  void all_to_all(const RankTensors& out, const RankTensors& in) override;
   void barrier() override;
-  void scatter(const at::Tensor& tensor, const Blocks& in, int root) override;
-  void gather(const Blocks& out, const at::Tensor& tensor, int root) override;
+  void scatter(const at::Tensor& tensor, const RankTensors& in, int root) override;
+  void gather(const RankTensors& out, const at::Tensor& tensor, int root) override;
   void put(SymmetricMemory& window, const at::Tensor& tensor, int dst, int64_t offset) override;
   void signal(SymmetricMemory& window, int dst) override;
   void wait_signal(SymmetricMemory& window, int src, uint64_t ticket) override;
 
-  // True once a message was posted: until then a failure concerns nobody else.
-  bool has_begun() const { return has_begun_; }
-  // The ranks that a wait which failed names.
+  // True once a message was posted. Until then a failure affects no other rank.
+  bool has_started() const { return has_started_; }
+  // Ranks that a failed wait names.
   const std::set<int>& missing() const { return missing_; }
-  // The sender of the last receive from any rank.
+  // Sender of the last receive from any rank.
   int source() const { return source_; }
 
  private:
@@ -65,9 +65,9 @@ class HostPrimitives final : public Primitives {
   const Deadline deadline_;
   const Milliseconds timeout_;
   const std::atomic<bool>& broken_;
-  Primitive now_ = Primitive::p2p;
+  Primitive primitive_ = Primitive::p2p;
   std::vector<Pending> pending_;
-  bool has_begun_ = false;
+  bool has_started_ = false;
   int source_ = kAnySource;
   std::set<int> missing_;
 };

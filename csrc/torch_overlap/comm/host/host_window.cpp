@@ -1,4 +1,4 @@
-// One-sided operations between ranks that see each other's memory: copies, and atomic counts in it.
+// One-sided operations between ranks that map each other's memory: copies and atomic counters.
 #include "torch_overlap/comm/host/host_window.h"
 
 #include <algorithm>
@@ -12,10 +12,10 @@
 namespace torch_overlap {
 namespace {
 
-// A signal that comes soon is seen at once; a thread that waits for long sleeps most of the time.
-constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr auto kFirstNap = std::chrono::microseconds(10);
-constexpr auto kLongestNap = std::chrono::microseconds(500);
+// A wait spins first, to see a signal that arrives soon; a longer wait sleeps between polls.
+constexpr auto kSpinTime = std::chrono::microseconds(50);
+constexpr auto kMinPollInterval = std::chrono::microseconds(10);
+constexpr auto kMaxPollInterval = std::chrono::microseconds(500);
 
 using Count = std::atomic_ref<uint64_t>;
 static_assert(Count::is_always_lock_free, "processes share no locks");
@@ -29,7 +29,7 @@ uint64_t take_ticket(SymmetricMemory& window, int src) {
 void HostPrimitives::put(SymmetricMemory& window, const at::Tensor& tensor, int dst,
                          int64_t offset) {
   if (tensor.nbytes() == 0) return;
-  // The source may be a part of the target.
+  // The source may overlap the target.
   std::memmove(static_cast<std::byte*>(window.pointer(dst)) + offset, tensor.const_data_ptr(),
                tensor.nbytes());
 }
@@ -42,18 +42,18 @@ void HostPrimitives::wait_signal(SymmetricMemory& window, int src, uint64_t tick
   if (ticket == 0) ticket = take_ticket(window, src);
   const Count arrived(*window.signals().arrived(src));
   const auto begin = HostClock::now();
-  auto nap = kFirstNap;
+  auto poll_interval = kMinPollInterval;
   while (true) {
-    const bool is_long = HostClock::now() - begin >= kSpin;
-    // Asked before the count: a rank may signal, and then leave.
-    const std::string left = is_long ? transport_.why_left(src) : "";
+    const bool is_long = HostClock::now() - begin >= kSpinTime;
+    // Read before the count: a rank may signal and then leave.
+    const std::string left = is_long ? transport_.departure_reason(src) : "";
     const uint64_t seen = arrived.load(std::memory_order_acquire);
     if (seen >= ticket) return;
     if (broken_.load(std::memory_order_acquire)) {
       fail(ErrorKind::kState, "ended without a signal: the communicator failed or was aborted");
     }
     if (!left.empty()) {
-      has_begun_ = true;  // as if it had been a message
+      has_started_ = true;  // breaks the communicator, as a failed message does
       fail(ErrorKind::kRuntime, left);
     }
     const auto now = HostClock::now();
@@ -65,8 +65,8 @@ void HostPrimitives::wait_signal(SymmetricMemory& window, int src, uint64_t tick
     if (!is_long) {
       std::this_thread::yield();
     } else {
-      std::this_thread::sleep_for(std::min<HostClock::duration>(nap, deadline_ - now));
-      nap = std::min(nap * 2, kLongestNap);
+      std::this_thread::sleep_for(std::min<HostClock::duration>(poll_interval, deadline_ - now));
+      poll_interval = std::min(poll_interval * 2, kMaxPollInterval);
     }
   }
 }

@@ -6,8 +6,7 @@
 
 namespace torch_overlap {
 
-// The number of the next signal of `src` that nobody waits for yet, counted from 1. From now on it
-// is this caller's.
+// Claims the next signal of `src` that no wait has claimed. Returns its number, counted from 1.
 uint64_t take_ticket(SymmetricMemory& window, int src);
 
 }  // namespace torch_overlap

@@ -13,7 +13,7 @@
 namespace torch_overlap {
 namespace {
 
-// How long after its deadline a waiter leaves an operation that nobody runs to the communicator.
+// Time after the deadline at which a waiter expires an operation that has not started.
 constexpr std::chrono::milliseconds kGrace{200};
 
 Deadline after(std::chrono::milliseconds timeout) {
@@ -21,9 +21,9 @@ Deadline after(std::chrono::milliseconds timeout) {
   return HostClock::now() + std::min<std::chrono::milliseconds>(timeout, kLongest);
 }
 
-// What an operation leaves when it is done.
+// Resources that an operation releases when it is done.
 struct Ended {
-  Call call;  // declared first: tensors die last, after everybody was told
+  Call call;  // first member: tensors are destroyed last, after all notifications
   std::unique_ptr<Staging> staging;
   std::vector<std::function<void(std::exception_ptr)>> callbacks;
   std::exception_ptr error;
@@ -31,7 +31,7 @@ struct Ended {
 
 }  // namespace
 
-std::chrono::milliseconds late_limit(std::chrono::milliseconds timeout) {
+std::chrono::milliseconds peer_report_timeout(std::chrono::milliseconds timeout) {
   using std::chrono::milliseconds;
   return std::clamp<milliseconds>(timeout / 4, milliseconds(1000), milliseconds(5000));
 }
@@ -42,8 +42,8 @@ HostWork::HostWork(Call call, std::unique_ptr<Staging> staging, uint64_t index, 
       staging_(std::move(staging)),
       index_(index),
       deadline_(after(call_.timeout)),
-      // The thread that runs an operation knows best why it is late, and may ask others first.
-      expiry_(deadline_ + late_limit(call_.timeout) * 2),
+      // The thread that runs an operation knows the cause of a delay, and may ask the peers first.
+      waiter_deadline_(deadline_ + peer_report_timeout(call_.timeout) * 2),
       owner_(std::move(owner)),
       parts_(parts) {}
 
@@ -52,7 +52,7 @@ void HostWork::begin() {
   started_.compare_exchange_strong(never, HostClock::now());
 }
 
-std::string HostWork::age() const {
+std::string HostWork::describe_age() const {
   const auto now = HostClock::now();
   const Deadline started = started_;
   return concat("queued ", seconds_string(now - issued_), " ago, ",
@@ -91,7 +91,7 @@ void HostWork::end_part(const std::exception_ptr& error) {
   }
 }
 
-// Before the lock, which a thread of the parent may have held at the fork.
+// Checked before the mutex is locked: a thread of the parent may have held it at the fork.
 void HostWork::require_own_process(std::string_view op) const {
   TORCH_OVERLAP_CHECK(process_.is_current(), kState, op, ": expected the process that issued ",
                       to_string(call_.name), " #", call_.id, ", got a fork of it");
@@ -101,14 +101,14 @@ void HostWork::wait_until(Deadline until) {
   require_own_process("wait");
   std::unique_lock lock(mutex_);
   const auto done = [this] { return done_.load(); };
-  Deadline speaks_up = deadline_ + kGrace;
-  bool is_over = wait_interruptibly(changed_, lock, std::min(until, speaks_up), done);
+  Deadline expires_at = deadline_ + kGrace;
+  bool is_over = wait_interruptibly(changed_, lock, std::min(until, expires_at), done);
   if (!is_over && started_.load() != Deadline::max()) {
-    speaks_up = expiry_;
-    is_over = wait_interruptibly(changed_, lock, std::min(until, speaks_up), done);
+    expires_at = waiter_deadline_;
+    is_over = wait_interruptibly(changed_, lock, std::min(until, expires_at), done);
   }
   if (!is_over) {
-    if (until < speaks_up) {
+    if (until < expires_at) {
       fail(ErrorKind::kTimeout, "wait_blocking: expected ", call_.describe(),
            " to end in the given time, got no end; it goes on and may be waited for again");
     }

@@ -18,42 +18,43 @@ namespace torch_overlap {
 
 class HostWork;
 
-// Who runs the operation. Told when its deadline has passed and a waiter noticed before the thread
-// that runs it did, because another operation is in the way; ends it soon.
+// Runs operations. expire() is called if a waiter sees that the deadline has passed before the
+// thread that runs the operation does, because another operation is in the way. The owner then ends
+// the operation soon.
 class HostWorkOwner {
  public:
   virtual ~HostWorkOwner() = default;
   virtual void expire(const HostWork& work) = 0;
 };
 
-// How long the thread whose operation timed out waits for what other ranks tell that they wait in.
-std::chrono::milliseconds late_limit(std::chrono::milliseconds timeout);
+// Returns how long the thread of a timed-out operation waits for the peers to report the operations
+// in which they wait.
+std::chrono::milliseconds peer_report_timeout(std::chrono::milliseconds timeout);
 
 // An operation of a CPU communicator. It owns the call, and so every tensor, until the operation is
-// done; the tensors are released by the thread that ends it, with no lock held (the last reference
-// to a Python tensor takes Python's lock). Callbacks run on threads of their own
-// (callback_threads.h). If the process ends before the operation does, nobody is called back, and
-// the tensors are leaked.
+// done. The thread that ends the operation releases the tensors with no lock held, because the last
+// reference to a Python tensor acquires the GIL. Callbacks run on other threads
+// (callback_threads.h). If the process ends before the operation does, no callback runs, and the
+// tensors are leaked.
 class HostWork final : public TorchWork {
  public:
-  // `index` counts the communicator's operations. `parts`: how many times end_part will be called.
+  // `index` counts the communicator's operations. `parts` is the number of calls to end_part().
   HostWork(Call call, std::unique_ptr<Staging> staging, uint64_t index, int parts,
            std::weak_ptr<HostWorkOwner> owner);
 
-  // Valid until the last end_part.
+  // Valid until the last end_part().
   const Call& call() const { return call_; }
   const Staging* staging() const { return staging_.get(); }
   uint64_t index() const { return index_; }
   Deadline deadline() const { return deadline_; }
-  // Its turn has come.
+  // Marks the operation as started.
   void begin();
-  // The rank that sent what a receive from any rank got.
-  void received_from(int rank) { source_.store(rank, std::memory_order_relaxed); }
-  // "queued 12 s ago, running for 10 s"
-  std::string age() const;
+  // Sets the sender that a receive from any rank matched.
+  void set_source(int rank) { source_.store(rank, std::memory_order_relaxed); }
+  // Returns, for example, "queued 12 s ago, running for 10 s".
+  std::string describe_age() const;
 
-  // A part of the operation is over. The first error is the operation's; the last part completes
-  // it.
+  // Ends one part. The first error of a part is the operation's; the last part completes it.
   void end_part(const std::exception_ptr& error);
 
   void wait() override;
@@ -74,15 +75,15 @@ class HostWork final : public TorchWork {
   const Deadline issued_ = HostClock::now();
   std::atomic<Deadline> started_{Deadline::max()};
   const Deadline deadline_;
-  const Deadline expiry_;  // of one that runs: a waiter speaks up then, if nobody has
+  const Deadline waiter_deadline_;  // if started: a waiter then expires it
   const ProcessStamp process_;
   const std::weak_ptr<HostWorkOwner> owner_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<int> source_{kAnySource};
   int parts_;
-  std::exception_ptr error_;        // as it is when
-  std::atomic<bool> done_ = false;  // this is set: both are then read without the lock
+  std::exception_ptr error_;        // final once
+  std::atomic<bool> done_ = false;  // this is set; both are then read without the lock
   std::vector<std::function<void(std::exception_ptr)>> callbacks_;
 };
 

@@ -14,21 +14,21 @@
 namespace torch_overlap {
 namespace {
 
-// How long the thread of a lane that is not fixed waits for its next task.
+// Time that the thread of a lane that is not fixed waits for its next task.
 constexpr auto kLaneKeepAlive = std::chrono::seconds(5);
 
 }  // namespace
 
 struct TaskLanes::State {
-  // Who ends the process waits for it first, queued or running.
+  // Process exit waits for queued and running items.
   struct Item {
     std::unique_ptr<BackgroundTask> until_done;
-    Task task;  // what it holds dies first
+    Task task;  // last member: its captures are destroyed first
   };
   struct Lane {
     std::deque<Item> queue;
     bool busy = false;
-    std::optional<Key> key;  // the key that it was last given to; never of a fixed lane
+    std::optional<Key> key;  // the last key assigned to the lane; empty for a fixed lane
     std::condition_variable ready;
     std::thread thread;
 
@@ -36,10 +36,10 @@ struct TaskLanes::State {
   };
 
   std::mutex mutex;
-  std::condition_variable idle;  // a lane became idle, or a thread ended
+  std::condition_variable idle;  // notified when a lane becomes idle or a thread ends
   std::vector<std::unique_ptr<Lane>> lanes;
   bool closed = false;
-  int running = 0;  // threads
+  int running = 0;  // number of threads
 
   bool all_idle() const {
     return std::all_of(lanes.begin(), lanes.end(),
@@ -83,15 +83,15 @@ void TaskLanes::release(std::span<const Key> lanes) {
   for (const Key key : lanes) {
     State::Lane& lane = state_->lane(lane_of(key));
     lane.busy = false;
-    lane.ready.notify_one();  // for what was queued meanwhile
+    lane.ready.notify_one();  // a task may have been queued meanwhile
   }
   state_->idle.notify_all();
 }
 
 void TaskLanes::push(std::vector<Part> parts) {
   std::lock_guard lock(state_->mutex);
-  // All threads or none of the tasks. A lane that waits for its task below is not idle for the
-  // next.
+  // Starts every thread before a task is queued, so that all parts are queued or none. A lane that
+  // is to get a part below is marked busy, so that it is not idle for the next part.
   std::vector<int> lanes;
   std::vector<int> claimed;
   const auto unclaim = [&] {
@@ -136,7 +136,7 @@ int TaskLanes::free_lane() {
 
 void TaskLanes::push_alone(Task task) {
   std::lock_guard lock(state_->mutex);
-  require_open();  // who closes looks at the lanes
+  require_open();  // first: close() reads the lanes
   const int index = free_lane();
   start(index);
   enqueue(index, std::move(task));
@@ -169,8 +169,8 @@ void TaskLanes::work(const std::shared_ptr<State>& state, int index, bool is_fix
   while (true) {
     const auto has_work = [&] { return !lane.busy && (!lane.queue.empty() || state->closed); };
     if (!is_fixed && !lane.ready.wait_for(lock, kLaneKeepAlive, has_work)) {
-      if (lane.busy) continue;  // a caller runs the lane's tasks
-      lane.thread.detach();     // the next task starts another
+      if (lane.busy) continue;  // a caller acquired the lane
+      lane.thread.detach();     // the next task starts another thread
       break;
     }
     lane.ready.wait(lock, has_work);
@@ -180,7 +180,7 @@ void TaskLanes::work(const std::shared_ptr<State>& state, int index, bool is_fix
     lane.busy = true;
     lock.unlock();
     item->task();
-    item.reset();  // outside the lock
+    item.reset();  // without the lock
     lock.lock();
     lane.busy = false;
     if (lane.queue.empty()) state->idle.notify_all();
@@ -206,7 +206,7 @@ bool TaskLanes::close(Deadline deadline) {
   }
   const auto ended = [this] { return state_->running == 0 && state_->all_idle(); };
   if (!state_->idle.wait_until(lock, deadline, ended)) return false;
-  std::vector<std::thread> threads;  // others may still look at the lanes
+  std::vector<std::thread> threads;  // moved out: other threads may still read the lanes
   for (auto& lane : state_->lanes) {
     if (lane != nullptr && lane->thread.joinable()) threads.push_back(std::move(lane->thread));
   }

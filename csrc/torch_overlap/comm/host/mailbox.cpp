@@ -23,14 +23,14 @@ std::string left_message(int rank, const std::string& reason) {
 
 }  // namespace
 
-class Mailbox::Half final : public Transfer {
+class Mailbox::PostedTransfer final : public Transfer {
  public:
   enum class State { kWaiting, kCopying, kDone, kFailed };
 
-  Half(std::shared_ptr<Mailbox> box, int rank, bool is_send, const Message& message)
+  PostedTransfer(std::shared_ptr<Mailbox> box, int rank, bool is_send, const Message& message)
       : box_(std::move(box)), rank(rank), is_send(is_send), message(message) {}
 
-  ~Half() override {
+  ~PostedTransfer() override {
     std::unique_lock lock(box_->mutex_);
     if (state == State::kWaiting) std::erase(box_->slot(from(), to(), message.channel), this);
     ended_.wait(lock, [this] { return state != State::kCopying; });
@@ -39,7 +39,7 @@ class Mailbox::Half final : public Transfer {
   bool wait(Deadline deadline) override {
     std::unique_lock lock(box_->mutex_);
     ended_.wait_until(lock, deadline, [this] { return state > State::kCopying; });
-    // The other thread is in the middle of memcpy: that ends soon.
+    // The other thread is inside memcpy, which ends soon.
     ended_.wait(lock, [this] { return state != State::kCopying; });
     if (state == State::kFailed) std::rethrow_exception(error_);
     return state == State::kDone;
@@ -52,11 +52,11 @@ class Mailbox::Half final : public Transfer {
   int peer() const override { return message.peer == kAnySource ? source : message.peer; }
 
   bool is_from_any() const { return message.peer == kAnySource; }
-  // Indices of its slot.
+  // Indices of the slot of this half.
   int from() const { return is_send ? rank : is_from_any() ? box_->size_ : message.peer; }
   int to() const { return is_send ? message.peer : rank; }
 
-  // Ends this half. The lock is held, so that it cannot be destroyed before it is told.
+  // Ends this half. The lock must be held, so that the half is not destroyed before it is notified.
   void end(std::exception_ptr error) {
     state = error ? State::kFailed : State::kDone;
     error_ = std::move(error);
@@ -74,7 +74,7 @@ class Mailbox::Half final : public Transfer {
   const Message message;
   // Guarded by the mailbox's mutex.
   State state = State::kWaiting;
-  uint64_t number = 0;  // its place among all halves
+  uint64_t number = 0;  // position in the order of posting of all halves
   int source = kAnySource;
 };
 
@@ -82,17 +82,17 @@ Mailbox::Mailbox(int size)
     : size_(size), ranks_(size), slots_((static_cast<size_t>(size) + 1) * size * 2) {}
 Mailbox::~Mailbox() = default;
 
-std::deque<Mailbox::Half*>& Mailbox::slot(int from, int to, Channel channel) {
+std::deque<Mailbox::PostedTransfer*>& Mailbox::slot(int from, int to, Channel channel) {
   return slots_[(static_cast<size_t>(from) * size_ + to) * 2 + static_cast<size_t>(channel)];
 }
 
-Mailbox::Half* Mailbox::take_match(const Half& mine) {
-  const auto matches = [&](const Half* half) {
-    return half->is_send != mine.is_send && half->message.tag == mine.message.tag;
+Mailbox::PostedTransfer* Mailbox::take_match(const PostedTransfer& mine) {
+  const auto matches = [&](const PostedTransfer* posted) {
+    return posted->is_send != mine.is_send && posted->message.tag == mine.message.tag;
   };
   const Channel channel = mine.message.channel;
-  std::deque<Half*>* best = nullptr;
-  std::deque<Half*>::iterator first;
+  std::deque<PostedTransfer*>* best = nullptr;
+  std::deque<PostedTransfer*>::iterator first;
   const auto look = [&](int from) {
     auto& waiting = slot(from, mine.to(), channel);
     const auto found = std::find_if(waiting.begin(), waiting.end(), matches);
@@ -109,17 +109,17 @@ Mailbox::Half* Mailbox::take_match(const Half& mine) {
     if (mine.is_send) look(size_);
   }
   if (best == nullptr) return nullptr;
-  Half* const match = *first;
+  PostedTransfer* const match = *first;
   best->erase(first);
   return match;
 }
 
 std::unique_ptr<Transfer> Mailbox::post(int rank, bool is_send, const Message& message) {
-  auto mine = std::make_unique<Half>(shared_from_this(), rank, is_send, message);
+  auto mine = std::make_unique<PostedTransfer>(shared_from_this(), rank, is_send, message);
   std::unique_lock lock(mutex_);
   if (!ranks_[rank].stopped.empty()) fail(ErrorKind::kState, ranks_[rank].stopped);
   mine->number = posted_++;
-  Half* const other = take_match(*mine);
+  PostedTransfer* const other = take_match(*mine);
   if (other == nullptr) {
     if (!mine->is_from_any() && !ranks_[message.peer].left.empty()) {
       fail(ErrorKind::kRuntime, left_message(message.peer, ranks_[message.peer].left));
@@ -127,8 +127,8 @@ std::unique_ptr<Transfer> Mailbox::post(int rank, bool is_send, const Message& m
     slot(mine->from(), mine->to(), message.channel).push_back(mine.get());
     return mine;
   }
-  const Half& sender = is_send ? *mine : *other;
-  Half& receiver = is_send ? *other : *mine;
+  const PostedTransfer& sender = is_send ? *mine : *other;
+  PostedTransfer& receiver = is_send ? *other : *mine;
   receiver.source = sender.rank;
   std::exception_ptr error;
   if (sender.message.bytes.size() != receiver.message.bytes.size() ||
@@ -138,7 +138,7 @@ std::unique_ptr<Transfer> Mailbox::post(int rank, bool is_send, const Message& m
                               describe(sender.message, sender.rank), " and ",
                               describe(receiver.message, receiver.rank)));
   } else {
-    mine->state = other->state = Half::State::kCopying;
+    mine->state = other->state = PostedTransfer::State::kCopying;
     lock.unlock();
     std::memcpy(receiver.message.bytes.data(), sender.message.bytes.data(),
                 receiver.message.bytes.size());
@@ -150,11 +150,11 @@ std::unique_ptr<Transfer> Mailbox::post(int rank, bool is_send, const Message& m
 }
 
 template <typename Predicate>
-void Mailbox::end_waiting(const Predicate& dies, const std::exception_ptr& error) {
+void Mailbox::end_waiting(const Predicate& should_end, const std::exception_ptr& error) {
   for (auto& waiting : slots_) {
-    std::erase_if(waiting, [&](Half* half) {
-      if (!dies(*half)) return false;
-      half->end(error);
+    std::erase_if(waiting, [&](PostedTransfer* posted) {
+      if (!should_end(*posted)) return false;
+      posted->end(error);
       return true;
     });
   }
@@ -165,7 +165,7 @@ void Mailbox::stop(int rank, const std::string& reason) {
   if (!ranks_[rank].stopped.empty()) return;
   ranks_[rank].stopped = reason;
   ranks_[rank].changed.notify_all();
-  end_waiting([rank](const Half& half) { return half.rank == rank; },
+  end_waiting([rank](const PostedTransfer& posted) { return posted.rank == rank; },
               make_error(ErrorKind::kState, reason));
 }
 
@@ -173,11 +173,11 @@ void Mailbox::leave(int rank, const std::string& reason) {
   std::lock_guard lock(mutex_);
   if (!ranks_[rank].left.empty()) return;
   ranks_[rank].left = reason;
-  end_waiting([rank](const Half& half) { return half.message.peer == rank; },
+  end_waiting([rank](const PostedTransfer& posted) { return posted.message.peer == rank; },
               make_error(ErrorKind::kRuntime, left_message(rank, reason)));
 }
 
-std::string Mailbox::why_left(int rank) {
+std::string Mailbox::departure_reason(int rank) {
   std::lock_guard lock(mutex_);
   const auto& reason = ranks_[rank].left;
   return reason.empty() ? "" : left_message(rank, reason);

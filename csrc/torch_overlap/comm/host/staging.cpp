@@ -20,7 +20,7 @@ at::Tensor Staging::move(const at::Tensor& tensor, bool is_input, bool is_output
   return host;
 }
 
-void Staging::move(Blocks& blocks, bool is_output) {
+void Staging::move(RankTensors& blocks, bool is_output) {
   if (blocks.is_uniform_flat()) {
     blocks.flat = move(blocks.flat, !is_output, is_output);
     return;
@@ -33,7 +33,7 @@ std::unique_ptr<Staging> Staging::to_host(Call& call, int rank, c10::Device devi
   if (device.is_cpu()) return nullptr;
   const at::AutoDispatchBelowADInplaceOrView plain;
   const c10::DeviceGuard guard(device);
-  // Also for operations that only write: what is on the stream may still read the old contents.
+  // Needed also if the operation only writes: work on the stream may still read the old contents.
   c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
   auto staging = std::make_unique<Staging>();
   const Primitive kind = call.primitive;

@@ -9,16 +9,17 @@
 
 namespace torch_overlap {
 
-// Lets a host backend take tensors of another device: the operation runs on CPU copies. Made on the
-// caller's thread, after everything that is on its current stream; the host waits for that. Results
-// go back from the thread that ran the operation, and are there when it is done: whatever stream
-// the caller uses next sees them. Not for graph capture, where a stream must not be waited for.
+// Lets a host backend accept tensors of another device: the operation runs on CPU copies. Created
+// on the caller's thread, after the host has waited for the caller's current stream. The thread
+// that runs the operation copies the results back before the operation is done, so they are visible
+// on whatever stream the caller uses next. Cannot be used during graph capture, in which the host
+// must not wait for a stream.
 class Staging {
  public:
-  // Replaces the tensors of `call` by CPU ones. Null if they are on the CPU already.
+  // Replaces the tensors of `call` by CPU copies. Returns null if they are on the CPU already.
   static std::unique_ptr<Staging> to_host(Call& call, int rank, c10::Device device);
 
-  // Copies the results back: all, or those received from `peer` under `tag`.
+  // Copy the results back: all of them, or those received from `peer` with `tag`.
   void write_back() const;
   void write_back_from(int peer, int tag) const;
 
@@ -26,15 +27,15 @@ class Staging {
   struct Pair {
     at::Tensor device;
     at::Tensor host;
-    int peer;  // of a receive; -1 for others
+    int peer;  // peer of a receive; -1 otherwise
     int tag;
   };
   at::Tensor move(const at::Tensor& tensor, bool is_input, bool is_output, int peer = -1,
                   int tag = 0);
-  void move(Blocks& blocks, bool is_output);
+  void move(RankTensors& blocks, bool is_output);
 
   std::vector<Pair> results_;
-  std::vector<at::Tensor> sources_;  // kept until done, as the caller was promised
+  std::vector<at::Tensor> sources_;  // kept alive until the operation is done
 };
 
 }  // namespace torch_overlap

@@ -17,33 +17,34 @@ using Deadline = HostClock::time_point;
 // Messages of sends and receives never match those inside a collective.
 enum class Channel : uint8_t { p2p, collective };
 
-// One rank's half of a message: bytes to or from a peer. Halves match in the order in which each
-// side posts them, for each (sender, receiver, channel, tag).
+// One rank's half of a message: bytes that it sends to or receives from a peer. For each (sender,
+// receiver, channel, tag), halves match in the order in which each side posts them.
 struct Message {
   int peer;  // kAnySource: a receive from any other rank
   Channel channel;
-  Primitive primitive;         // the operation that it is part of; equal on both sides
-  std::span<std::byte> bytes;  // a send only reads them; never empty
+  Primitive primitive;         // operation of the message; equal on both sides
+  std::span<std::byte> bytes;  // only read by a send; never empty
   int tag = 0;
 };
 
-// A posted half. Belongs to the thread that posted it. The destructor takes back what did not
-// happen: afterwards nobody touches the bytes.
+// A posted half. It belongs to the thread that posted it. The destructor cancels a transfer that
+// has not completed; nothing accesses the bytes afterwards.
 class Transfer {
  public:
   virtual ~Transfer() = default;
-  // True once the bytes have moved; false if `deadline` came first. Throws if it can never end
-  // well: the peer has left, the two halves do not fit, the transport was aborted.
+  // Returns true once the bytes have been transferred, false if `deadline` passed first. Throws if
+  // the transfer cannot succeed: the peer has left, the two halves do not match, or the transport
+  // was stopped.
   virtual bool wait(Deadline deadline) = 0;
-  // True if the peer is known not to have come. Never blocks, never throws.
+  // True if the peer is known not to have arrived. Never blocks, never throws.
   virtual bool is_missing() const = 0;
-  // The rank at the other end, once wait() returned true; of a receive from any rank, the sender.
+  // Rank at the other end once wait() returned true. For a receive from any rank, the sender.
   virtual int peer() const = 0;
 };
 
-// How bytes get from one rank to another: all that a host backend is made of.
-// A send ends when its receiver has the bytes. Threads: any; posts on one channel to one peer are
-// ordered by the caller.
+// Moves bytes between ranks. It is all that a host backend needs from its implementation. A send
+// ends when its receiver has the bytes. Thread-safe; the caller orders the posts on one channel to
+// one peer.
 class HostTransport {
  public:
   virtual ~HostTransport() = default;
@@ -52,21 +53,21 @@ class HostTransport {
   virtual std::unique_ptr<Transfer> send(const Message& message) = 0;
   virtual std::unique_ptr<Transfer> recv(const Message& message) = 0;
 
-  // Called on the operation's thread before it begins; `index` counts this rank's operations on
-  // this communicator. May block until `deadline`, or throw: where faults are injected.
+  // Called on the operation's thread before it begins. `index` counts this rank's operations on
+  // this communicator. May block until `deadline`, or throw, to inject faults.
   virtual void before(uint64_t index, Deadline deadline) {}
 
-  // True if halves that do not fit never meet, so that a peer which is there, in another operation
-  // or with other sizes, looks like one that is absent.
+  // True if halves that do not fit never match, so that a peer in another operation, or with other
+  // sizes, looks like a missing one.
   virtual bool hides_mismatches() const { return false; }
 
-  // From now on every transfer of this rank throws `reason`, those that wait at once. With
-  // `tell_peers`, the transfers that others have or post with this rank fail too.
-  virtual void stop(const std::string& reason, bool tell_peers) = 0;
+  // Makes every waiting and every later transfer of this rank throw `reason`. If `notify_peers` is
+  // set, the transfers that peers have posted or post with this rank fail too.
+  virtual void stop(const std::string& reason, bool notify_peers) = 0;
 
-  // That `peer` has told that it stopped, and its reason, for waits that have no transfer. Empty:
-  // it has not, or the transport hears of that by transfers alone.
-  virtual std::string why_left(int peer) { return {}; }
+  // Returns the reason with which `peer` stopped, for waits that have no transfer. Empty if it has
+  // not reported one, or if the transport learns of it only through transfers.
+  virtual std::string departure_reason(int peer) { return {}; }
 };
 
 }  // namespace torch_overlap

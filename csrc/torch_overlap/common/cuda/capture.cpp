@@ -9,7 +9,7 @@
 namespace torch_overlap::cuda {
 namespace {
 
-// The default stream cannot be captured: no question, and no context made where there was none.
+// The default stream cannot be captured, so it is not queried, and no context is created.
 bool current_stream_captures(c10::DeviceIndex device) noexcept {
   if (c10::cuda::device_count() == 0) return false;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
@@ -25,7 +25,7 @@ const CaptureProbeRegistration cuda_probe(c10::kCUDA, current_stream_captures);
 
 Capture capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");  // the cheap question
+  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");  // the cheap query first
   if (__builtin_expect(status == cudaStreamCaptureStatusNone, 1)) return {};
   TORCH_OVERLAP_CHECK(status == cudaStreamCaptureStatusActive, kState,
                       "CUDA graph capture: expected an intact capture, got one that an earlier "
@@ -40,7 +40,7 @@ Capture capture_of(cudaStream_t stream) {
   return capture;
 }
 
-void leave_as_leaf(cudaStream_t side, cudaStream_t origin) {
+void reset_capture_dependencies(cudaStream_t side, cudaStream_t origin) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
   cudaGraph_t graph = nullptr;
@@ -53,12 +53,12 @@ void leave_as_leaf(cudaStream_t side, cudaStream_t origin) {
         "cudaStreamUpdateCaptureDependencies");
 }
 
-void on_graph_death(cudaGraph_t graph, void (*on_death)(void*), void* argument) {
+void on_graph_destroyed(cudaGraph_t graph, void (*on_destroyed)(void*), void* argument) {
   cudaUserObject_t object = nullptr;
-  cudaError_t status = cudaUserObjectCreate(&object, argument, on_death, /*initialRefcount=*/1,
+  cudaError_t status = cudaUserObjectCreate(&object, argument, on_destroyed, /*initialRefcount=*/1,
                                             cudaUserObjectNoDestructorSync);
   if (status != cudaSuccess) {
-    on_death(argument);
+    on_destroyed(argument);
     check(status, "cudaUserObjectCreate");
   }
   status = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);

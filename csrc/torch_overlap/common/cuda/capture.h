@@ -12,23 +12,23 @@ struct Capture {
   explicit operator bool() const { return graph != nullptr; }
 };
 
-// Throws if the capture is already broken.
+// Throws if the capture is already invalid.
 Capture capture_of(cudaStream_t stream);
 
-// Makes what was captured on `side` a leaf of the graph: what `side` captures next will depend on
-// what `origin` depends on now, not on what `side` did. Without this a fork that is never joined
-// makes the end of the capture fail ("unjoined work"). A later wait of any stream of the capture on
-// an event of `side` still adds its edge. Both streams are in one capture.
-void leave_as_leaf(cudaStream_t side, cudaStream_t origin);
+// Makes the work captured on `side` a leaf of the graph: the next work on `side` will depend on
+// what `origin` depends on now, not on the work of `side`. Without this, a fork that is never
+// joined makes the end of the capture fail ("unjoined work"). A later wait of any stream of the
+// capture on an event of `side` still adds its edge. Both streams must be in one capture.
+void reset_capture_dependencies(cudaStream_t side, cudaStream_t origin);
 
-// Calls `on_death(argument)` once, when `graph` and all that was instantiated from it are gone, or
-// before this function throws. The callback runs on a thread of the driver: it may not call CUDA,
-// nor wait for anything.
-void on_graph_death(cudaGraph_t graph, void (*on_death)(void*), void* argument);
+// Calls `on_destroyed(argument)` once, when `graph` and everything instantiated from it is
+// destroyed, or before this function throws. The callback runs on a thread of the driver: it must
+// neither call CUDA nor wait.
+void on_graph_destroyed(cudaGraph_t graph, void (*on_destroyed)(void*), void* argument);
 
-// While it lives, this thread may make calls that do not touch a capture (query an event, make a
-// stream) though another thread, or this one, captures in a stricter mode: they neither fail nor
-// break that capture.
+// While it exists, this thread may make calls that do not affect a capture (query an event, create
+// a stream), even if another thread, or this one, captures in a stricter mode. They neither fail
+// nor invalidate that capture.
 class RelaxedCapture {
  public:
   RelaxedCapture() noexcept { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -37,7 +37,7 @@ class RelaxedCapture {
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then: the mode to go back to
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then: the mode to restore
 };
 
 }  // namespace torch_overlap::cuda

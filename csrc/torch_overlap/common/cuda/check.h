@@ -9,15 +9,15 @@
 
 namespace torch_overlap::cuda {
 
-// Throws when a CUDA call failed. `what` names what was tried.
+// Throws if a CUDA call failed. `what` names the call.
 inline void check(cudaError_t status, std::string_view what) {
   if (__builtin_expect(status == cudaSuccess, 1)) return;
-  (void)cudaGetLastError();  // the error is reported here, not a second time by the next call
+  (void)cudaGetLastError();  // reported here, not again by the next call
   fail(ErrorKind::kRuntime, what, ": expected success from CUDA, got ", cudaGetErrorName(status),
        " (", cudaGetErrorString(status), ")");
 }
 
-// `name` is a function, called where it is needed.
+// `name` is a function that returns the name. It is called only on failure.
 template <typename Name>
   requires std::is_invocable_v<Name>
 void check(cudaError_t status, const Name& name) {

@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-// CUDA calls whose signature depends on the version, in the form of CUDA 13.
+// CUDA calls whose signature depends on the version, with the signature of CUDA 13.
 namespace torch_overlap::cuda::compat {
 
 inline cudaError_t stream_capture_info(cudaStream_t stream, cudaStreamCaptureStatus* status,
@@ -19,7 +19,7 @@ inline cudaError_t stream_capture_info(cudaStream_t stream, cudaStreamCaptureSta
 inline cudaError_t stream_set_capture_dependencies(cudaStream_t stream,
                                                    const cudaGraphNode_t* nodes,
                                                    const cudaGraphEdgeData* edges, size_t count) {
-  auto* mutable_nodes = const_cast<cudaGraphNode_t*>(nodes);  // read only, whatever the type says
+  auto* mutable_nodes = const_cast<cudaGraphNode_t*>(nodes);  // read only, despite the type
 #if CUDART_VERSION >= 13000
   return cudaStreamUpdateCaptureDependencies(stream, mutable_nodes, edges, count,
                                              cudaStreamSetCaptureDependencies);

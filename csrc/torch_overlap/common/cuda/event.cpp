@@ -12,7 +12,7 @@ cudaEvent_t make_event() {
   return event;
 }
 
-// Errors are of no use here: at the end of a process CUDA may be gone already.
+// Errors are ignored: at the end of a process CUDA may be shut down already.
 void destroy(EventPair pair) noexcept {
   if (pair.ready != nullptr) (void)cudaEventDestroy(pair.ready);
   if (pair.end != nullptr) (void)cudaEventDestroy(pair.end);
@@ -25,7 +25,7 @@ EventPool::~EventPool() {
   for (const EventPair pair : free_) destroy(pair);
 }
 
-EventPair EventPool::take() {
+EventPair EventPool::acquire() {
   {
     std::lock_guard lock(mutex_);
     if (!free_.empty()) {
@@ -45,10 +45,10 @@ EventPair EventPool::take() {
   return pair;
 }
 
-void EventPool::give(EventPair pair) noexcept {
+void EventPool::release(EventPair pair) noexcept {
   try {
     std::lock_guard lock(mutex_);
-    if (free_.size() < most_) {
+    if (free_.size() < max_free_) {
       free_.push_back(pair);
       return;
     }

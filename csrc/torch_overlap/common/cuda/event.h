@@ -7,29 +7,29 @@
 
 namespace torch_overlap::cuda {
 
-// The two events of one operation: it may begin, it has ended. They do not measure time.
+// The two events of one operation: it may begin, and it has ended. They do not measure time.
 struct EventPair {
   cudaEvent_t ready = nullptr;
   cudaEvent_t end = nullptr;
 };
 
-// Events for one device, used again and again: making one costs microseconds, and destroying one
-// can wait for the device. An event may be given back while streams still wait for it, because a
-// wait is bound to what was recorded when it was called. Threads: any.
+// Events of one device for reuse: creating one is slow, and destroying one can wait for the device.
+// An event may be released while streams still wait for it, because a wait refers to the work that
+// was recorded when the wait was called. Threads: any.
 class EventPool {
  public:
-  // Keeps at most `most` pairs that nobody uses.
-  explicit EventPool(size_t most) : most_(most) {}
+  // Keeps at most `max_free` unused pairs.
+  explicit EventPool(size_t max_free) : max_free_(max_free) {}
   ~EventPool();
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
-  // The device must be current. Contents of the events are stale: record before use.
-  EventPair take();
-  void give(EventPair pair) noexcept;
+  // The device must be current. The events are stale: record them before use.
+  EventPair acquire();
+  void release(EventPair pair) noexcept;
 
  private:
-  const size_t most_;
+  const size_t max_free_;
   std::mutex mutex_;
   std::vector<EventPair> free_;
 };

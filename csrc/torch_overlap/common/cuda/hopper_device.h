@@ -2,21 +2,21 @@
 
 #include <cstdint>
 
-// Instructions of Hopper that CUDA C++ has no words for (PTX ISA 8.0 and later): barriers in shared
-// memory that count bytes, bulk copies, proxies. For .cu files; used in code for sm_90 and newer.
+// Hopper instructions without a CUDA C++ equivalent (PTX ISA 8.0 and later): mbarriers that count
+// bytes, bulk copies, proxies. For .cu files; used in code for sm_90 and newer.
 namespace torch_overlap::sm90 {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// --- Barriers in shared memory, by address
+// --- mbarriers, by shared-memory address
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// What barrier_init() wrote is seen by tensor copies and by the cluster.
+// Makes the writes of barrier_init() visible to tensor copies and to the cluster.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -25,13 +25,13 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and the phase also waits for `bytes` of copies.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+// Arrives, and makes the phase also wait for `bytes` of copies.
+__device__ __forceinline__ void barrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Returns when the phase of this parity is over.
+// Returns when the phase of this parity has completed.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// --- Copies of whole 16 bytes, from and to places that are aligned as such
+// --- Copies of multiples of 16 bytes, between addresses of that alignment
 
 __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes,
                                           uint32_t barrier) {
@@ -57,59 +57,59 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_
       : "memory");
 }
 
-// Also to the memory of a peer.
+// The destination may be in the memory of a peer.
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
                "r"(bytes)
                : "memory");
 }
 
-// --- Stores by copies
+// --- Groups of bulk stores
 
-__device__ __forceinline__ void store_commit() {
+__device__ __forceinline__ void bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// All but the last n groups of stores of this thread have read their shared memory.
+// Waits until all but the last n groups of stores of this thread have read their shared memory.
 template <int n>
-__device__ __forceinline__ void stores_read() {
+__device__ __forceinline__ void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(n) : "memory");
 }
 
-// They are written, as this thread sees it.
+// Waits until they are written, as this thread sees it.
 template <int n>
-__device__ __forceinline__ void stores_done() {
+__device__ __forceinline__ void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(n) : "memory");
 }
 
-// What this thread wrote to shared memory is seen by tensor copies issued after it, and what it
-// read was there before they write.
-__device__ __forceinline__ void fence_shared_for_copies() {
+// Makes this thread's earlier writes to shared memory visible to tensor copies issued after it, and
+// orders its earlier reads before the writes of these copies.
+__device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// What this thread has acquired of global memory is seen by its tensor copies.
-__device__ __forceinline__ void fence_global_for_copies() {
+// Makes the global memory that this thread has acquired visible to its tensor copies.
+__device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // --- Threads of a block, and their shared memory
 
-// Waits for `threads` threads of the block that meet under this number, 1 to 15, in whole warps;
-// or is one of them, and goes on.
-__device__ __forceinline__ void meet_threads(int number, int threads) {
+// Synchronizes `threads` threads of the block, in whole warps, at the named barrier `number`, 1 to
+// 15. named_barrier_arrive() arrives without waiting.
+__device__ __forceinline__ void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void tell_threads(int number, int threads) {
+__device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// A word of one writer, which tells of what it has done; and what it has told.
-__device__ __forceinline__ void note(uint32_t& word, uint32_t count) {
+// Stores, or loads, a word with one writer, which publishes its progress.
+__device__ __forceinline__ void store_release_shared(uint32_t& word, uint32_t count) {
   asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&word)), "r"(count)
                : "memory");
 }
-__device__ __forceinline__ uint32_t noted(const uint32_t& word) {
+__device__ __forceinline__ uint32_t load_acquire_shared(const uint32_t& word) {
   uint32_t count;
   asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
                : "=r"(count)

@@ -22,7 +22,7 @@ bool is_outside_captures(const OwnedStream& stream) {
 
 SideStreams::SideStreams(c10::DeviceIndex device, std::vector<OwnedStream::Priority> priorities)
     : device_(device), priorities_(std::move(priorities)) {
-  set_for({});  // now: a stream that is made during a capture costs time then
+  set_for({});  // now: creating a stream during a capture costs time then
 }
 
 SideStreams::~SideStreams() {
@@ -64,11 +64,11 @@ cudaEvent_t SideStreams::next_event() {
 }
 
 void SideStreams::fork(c10::cuda::CUDAStream origin) {
-  fork_at_first_use(origin);
-  mark_fork();
+  fork_lazily(origin);
+  record_fork();
 }
 
-void SideStreams::fork_at_first_use(c10::cuda::CUDAStream origin) {
+void SideStreams::fork_lazily(c10::cuda::CUDAStream origin) {
   origin_ = origin;
   current_ = &set_for(capture_of(origin.stream()));
   current_->forked.assign(priorities_.size(), false);
@@ -76,19 +76,19 @@ void SideStreams::fork_at_first_use(c10::cuda::CUDAStream origin) {
   forked_ = nullptr;
 }
 
-void SideStreams::mark_fork() {
+void SideStreams::record_fork() {
   if (forked_ == nullptr) forked_ = mark(origin_->stream());
 }
 
 const c10::cuda::CUDAStream& SideStreams::origin() {
-  mark_fork();
+  record_fork();
   return *origin_;
 }
 
 c10::cuda::CUDAStream SideStreams::stream(size_t index) {
   const c10::cuda::CUDAStream stream = current_->streams.at(index)->get();
   if (!current_->forked[index]) {
-    mark_fork();
+    record_fork();
     check(cudaStreamWaitEvent(stream.stream(), forked_), "cudaStreamWaitEvent");
     current_->forked[index] = true;
   }
@@ -101,10 +101,10 @@ cudaEvent_t SideStreams::mark(cudaStream_t stream) {
   return event;
 }
 
-void SideStreams::follow(size_t index, cudaEvent_t mark) {
+void SideStreams::wait_event(size_t index, cudaEvent_t mark) {
   check(cudaStreamWaitEvent(current_->streams.at(index)->get().stream(), mark),
         "cudaStreamWaitEvent");
-  current_->forked[index] = true;  // the mark is behind the fork
+  current_->forked[index] = true;  // the mark was recorded after the fork
 }
 
 void SideStreams::join() {

@@ -14,50 +14,50 @@
 namespace torch_overlap::cuda {
 namespace {
 
-// One that the device has.
-int to_priority(c10::DeviceIndex device, int wish) {
+// Clamps a priority to the device's range.
+int to_priority(c10::DeviceIndex device, int requested) {
   const c10::cuda::CUDAGuard guard(device);
   int least = 0;
   int greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-  return std::clamp(wish, greatest, least);
+  return std::clamp(requested, greatest, least);
 }
 
 cudaStream_t make_stream(int priority) {
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority),
         "cudaStreamCreateWithPriority");
-  streams_made().fetch_add(1, std::memory_order_relaxed);
+  num_streams_created().fetch_add(1, std::memory_order_relaxed);
   return stream;
 }
 
-// Streams without an owner. Never destroyed: CUDA may be gone before it would be.
-class RetiredStreams {
+// Streams without an owner. Never destroyed: CUDA may be shut down before.
+class FreeStreamPool {
  public:
-  static RetiredStreams& instance() {
-    static auto* const streams = new RetiredStreams;
+  static FreeStreamPool& instance() {
+    static auto* const streams = new FreeStreamPool;
     return *streams;
   }
 
-  // One that is idle; null for none. The device is current.
-  cudaStream_t take(c10::DeviceIndex device, int priority) {
+  // Returns an idle stream, or null if there is none. The device must be current.
+  cudaStream_t acquire(c10::DeviceIndex device, int priority) {
     const std::lock_guard lock(mutex_);
-    for (auto it = retired_.begin(); it != retired_.end(); ++it) {
+    for (auto it = free_.begin(); it != free_.end(); ++it) {
       if (it->device != device || it->priority != priority || !is_idle(it->stream)) {
         continue;
       }
       const cudaStream_t stream = it->stream;
-      retired_.erase(it);
+      free_.erase(it);
       return stream;
     }
     return nullptr;
   }
 
-  void give(c10::DeviceIndex device, int priority, cudaStream_t stream) noexcept {
+  void release(c10::DeviceIndex device, int priority, cudaStream_t stream) noexcept {
     try {
       const std::lock_guard lock(mutex_);
-      retired_.push_back({device, priority, stream});
-    } catch (const std::bad_alloc&) {  // then it is lost
+      free_.push_back({device, priority, stream});
+    } catch (const std::bad_alloc&) {  // then it leaks
     }
   }
 
@@ -68,7 +68,7 @@ class RetiredStreams {
     cudaStream_t stream;
   };
 
-  // A stream that a capture took in may not be asked for more than that.
+  // A stream that has joined a capture must not be queried for anything else.
   static bool is_idle(cudaStream_t stream) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     const bool idle = cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
@@ -79,13 +79,13 @@ class RetiredStreams {
   }
 
   std::mutex mutex_;
-  std::vector<Retired> retired_;
+  std::vector<Retired> free_;
 };
 
 cudaStream_t take_stream(c10::DeviceIndex device, int priority) {
   const c10::cuda::CUDAGuard guard(device);
   const RelaxedCapture relaxed;
-  const cudaStream_t retired = RetiredStreams::instance().take(device, priority);
+  const cudaStream_t retired = FreeStreamPool::instance().acquire(device, priority);
   return retired != nullptr ? retired : make_stream(priority);
 }
 
@@ -99,7 +99,7 @@ OwnedStream::OwnedStream(c10::DeviceIndex device, Priority priority)
       stream_(c10::cuda::getStreamFromExternal(take_stream(device, priority_), device)) {}
 
 OwnedStream::~OwnedStream() {
-  RetiredStreams::instance().give(stream_.device_index(), priority_, stream_.stream());
+  FreeStreamPool::instance().release(stream_.device_index(), priority_, stream_.stream());
 }
 
 }  // namespace torch_overlap::cuda

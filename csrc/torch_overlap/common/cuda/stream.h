@@ -4,18 +4,18 @@
 
 namespace torch_overlap::cuda {
 
-// A stream of our own: not one of torch's pool, which hands the same streams to others, and never
-// synchronized with the legacy default stream. Its end does not wait for what is queued on it: the
-// stream goes to the next owner that finds it idle. It is never destroyed, because torch's caching
-// allocator knows free memory by the stream that used it.
+// A stream of our own: not one of torch's pool, which gives the same streams to several users, and
+// never synchronized with the legacy default stream. The destructor does not wait for the work on
+// the stream: the stream goes to the next owner that finds it idle. It is never destroyed, because
+// torch's caching allocator identifies free memory by the stream that used it.
 class OwnedStream {
  public:
-  // As CUDA counts them: 0 is the least, -1 and below are more urgent. Out of the device's range:
-  // the nearest that it has.
+  // Priority as CUDA defines it: 0 is the lowest, -1 and below are higher. A value out of the
+  // device's range is clamped.
   struct Priority {
     int value = 0;
   };
-  // Both are legal during a capture. `high_priority`: the greatest that the device has.
+  // Both may be called during a capture. `high_priority`: the device's highest priority.
   OwnedStream(c10::DeviceIndex device, bool high_priority);
   OwnedStream(c10::DeviceIndex device, Priority priority);
   ~OwnedStream();

@@ -6,9 +6,9 @@
 
 namespace torch_overlap::cuda {
 
-// For a thread of ours in the background, which has it until it chooses another. A guard would put
-// the device back, and ask torch for that: where NCCL comes back late, the process is ending, and
-// torch has gone.
+// Sets the device of a background thread of the library, which keeps it until it selects another. A
+// guard would restore the previous device, and query torch for it. If NCCL returns late, the
+// process is ending, and torch has been shut down.
 inline void use_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }
 
 }  // namespace torch_overlap::cuda

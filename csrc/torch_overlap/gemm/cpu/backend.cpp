@@ -13,15 +13,15 @@ at::Tensor wide(std::string_view op, const OperandView& operand) {
   return operand.data.to(type);
 }
 
-// The reference of the other backends: everything in fp32 (fp64 for fp64), rounded once.
+// The reference for the other backends: everything in fp32 (fp64 for fp64), rounded once.
 class CpuGemm final : public GemmBackend {
  public:
   void run(const GemmProblem& problem) override {
     const auto lhs = wide(problem.op, problem.lhs);
     const auto rhs = wide(problem.op, problem.rhs);
-    compose_bias_grad(problem);
-    compose_epilogue(problem, at::mm(problem.lhs.transposed ? lhs.t() : lhs,
-                                     problem.rhs.transposed ? rhs.t() : rhs));
+    compute_unfused_bias_grad(problem);
+    apply_unfused_epilogue(problem, at::mm(problem.lhs.transposed ? lhs.t() : lhs,
+                                           problem.rhs.transposed ? rhs.t() : rhs));
   }
 };
 

@@ -13,10 +13,10 @@
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/gemm/counters.h"
 #include "torch_overlap/gemm/cublaslt/cache.h"
+#include "torch_overlap/gemm/cublaslt/custom_kernel.h"
 #include "torch_overlap/gemm/cublaslt/epilogue.h"
 #include "torch_overlap/gemm/cublaslt/group_streams.h"
 #include "torch_overlap/gemm/cublaslt/handle.h"
-#include "torch_overlap/gemm/cublaslt/own.h"
 #include "torch_overlap/gemm/cublaslt/scales.h"
 #include "torch_overlap/gemm/cublaslt/workspace.h"
 #include "torch_overlap/gemm/cuda/quantize_host.h"
@@ -26,50 +26,49 @@
 namespace torch_overlap::cublaslt {
 namespace {
 
-at::Tensor oriented(const OperandView& operand) {
+at::Tensor op_of(const OperandView& operand) {
   return operand.transposed ? operand.data.t() : operand.data;
 }
 
 void run_dequantized(cublasLtHandle_t handle, const GemmProblem& problem);
 
-// One product on the current stream.
-class Runner {
+// Runs one GEMM on the current stream.
+class GemmRunner {
  public:
-  Runner(cublasLtHandle_t handle, const GemmProblem& problem)
+  GemmRunner(cublasLtHandle_t handle, const GemmProblem& problem)
       : problem_(problem),
         handle_(handle),
         stream_(c10::cuda::getCurrentCUDAStream()),
         workspace_(workspace_for(problem.args, stream_)) {}
 
   void run() {
-    if (sums_over_k(problem_)) {
-      if (may_fuse_sum_over_k(problem_) && fused(CUBLASLT_EPILOGUE_BGRADB)) return;
-      count(gemm_counters().composed);
-      compose_bias_grad(problem_);
+    if (has_bias_grad_over_k(problem_)) {
+      if (can_fuse_bias_grad_over_k(problem_) && fused(CUBLASLT_EPILOGUE_BGRADB)) return;
+      count(gemm_counters().unfused);
+      compute_unfused_bias_grad(problem_);
     }
     const auto epilogue = fused_epilogue(problem_);
     if (epilogue && fused(*epilogue)) return;
-    composed();
+    run_unfused();
   }
 
  private:
   bool fused(cublasLtEpilogue_t epilogue) {
-    // The library sets the largest value or raises what is there.
+    // The library either sets amax, or raises the existing value.
     if (problem_.args.out_amax.defined()) problem_.args.out_amax.zero_();
     return matmul(epilogue, problem_.args.out);
   }
 
-  // The product in fp32, then the epilogue: one rounding, as where they are fused.
-  void composed() {
-    if (!sums_over_k(problem_)) count(gemm_counters().composed);
+  // Computes the product in fp32, then the epilogue: rounded once, as in the fused case.
+  void run_unfused() {
+    if (!has_bias_grad_over_k(problem_)) count(gemm_counters().unfused);
     const auto [m, n, _] = problem_.shape;
     at::Tensor product = at::empty({m, n}, problem_.args.out.options().dtype(at::kFloat));
     if (!matmul(CUBLASLT_EPILOGUE_DEFAULT, product)) {
       if (problem_.lhs.scaled()) return run_dequantized(handle_, problem_);
-      product =
-          at::mm(oriented(problem_.lhs).to(at::kFloat), oriented(problem_.rhs).to(at::kFloat));
+      product = at::mm(op_of(problem_.lhs).to(at::kFloat), op_of(problem_.rhs).to(at::kFloat));
     }
-    compose_epilogue(problem_, std::move(product));
+    apply_unfused_epilogue(problem_, std::move(product));
   }
 
   bool matmul(cublasLtEpilogue_t epilogue, const at::Tensor& out) {
@@ -84,13 +83,13 @@ class Runner {
 };
 
 void run_double(const GemmProblem& problem) {
-  compose_bias_grad(problem);
-  compose_epilogue(problem, at::mm(oriented(problem.lhs), oriented(problem.rhs)));
+  compute_unfused_bias_grad(problem);
+  apply_unfused_epilogue(problem, at::mm(op_of(problem.lhs), op_of(problem.rhs)));
 }
 
-// Operands that the tensor cores of this device do not read, or sizes that they do not take.
-// Dequantized values of MXFP8 are those of bf16, but for the smallest; with fp32 factors they are
-// rounded, by far less than the quantization did.
+// Fallback for operands that the tensor cores of this device do not support, or sizes that the
+// kernels do not. Dequantized MXFP8 values are exact in bf16, except the smallest. With fp32 scales
+// they are rounded, by far less than the quantization error.
 void run_dequantized(cublasLtHandle_t handle, const GemmProblem& problem) {
   const auto plain = [&](const OperandView& operand) {
     return OperandView{.data = dequantize(problem.op, operand, at::kBFloat16),
@@ -101,22 +100,23 @@ void run_dequantized(cublasLtHandle_t handle, const GemmProblem& problem) {
                              .shape = problem.shape,
                              .lhs = plain(problem.lhs),
                              .rhs = plain(problem.rhs)};
-  Runner(handle, unscaled).run();
+  GemmRunner(handle, unscaled).run();
 }
 
 void run_problem(cublasLtHandle_t handle, const GemmProblem& problem) {
   if (problem.lhs.data.scalar_type() == at::kDouble) return run_double(problem);
   const auto* device = at::cuda::getCurrentDeviceProperties();
   const auto mode = problem.lhs.scaling;
-  if (reads_scaling(mode, device->major, device->minor)) return Runner(handle, problem).run();
+  if (supports_scaling_mode(mode, device->major, device->minor))
+    return GemmRunner(handle, problem).run();
   run_dequantized(handle, problem);
 }
 
-std::optional<sm90::Product> own_product_of(const GemmProblem& problem) {
+std::optional<sm90::Problem> custom_kernel_problem_of(const GemmProblem& problem) {
   const auto epilogue = fused_epilogue(problem);
   if (!epilogue || problem.lhs.data.scalar_type() == at::kDouble) return std::nullopt;
   const LtCall call = make_call(problem, *epilogue, problem.args.out, {});
-  return own_product(call, call.d);
+  return custom_kernel_problem(call, call.d);
 }
 
 class CublasLtGemm final : public GemmBackend {
@@ -126,45 +126,43 @@ class CublasLtGemm final : public GemmBackend {
     if (mode != ScalingMode::MXFP8_1D_SCALING || gemm_mxfp8() != Mxfp8Path::kNative) return;
     const auto* device = at::cuda::getDeviceProperties(problem.lhs.data.device().index());
     TORCH_OVERLAP_CHECK(
-        reads_scaling(mode, device->major, device->minor), kUnsupported, problem.op,
+        supports_scaling_mode(mode, device->major, device->minor), kUnsupported, problem.op,
         ": expected a GPU whose tensor cores read MXFP8 (sm_100 or sm_110), got sm_", device->major,
         device->minor, "; call set_gemm_mxfp8(\"dequantize\") to multiply in bfloat16");
   }
 
   void run(const GemmProblem& problem) override { run_problem(current_handle(), problem); }
 
-  std::vector<std::string> own_kernels(const GemmProblem& problem) override {
+  std::vector<std::string> custom_kernels(const GemmProblem& problem) override {
     std::vector<std::string> names;
-    const auto product = own_product_of(problem);
+    const auto product = custom_kernel_problem_of(problem);
     if (!product) return names;
-    for (const sm90::Choice& choice : sm90::choices(*product)) {
-      names.push_back(concat(choice.rows, "x", choice.columns));
+    for (const sm90::TileShape& tile_shape : sm90::supported_tile_shapes(*product)) {
+      names.push_back(concat(tile_shape.rows, "x", tile_shape.columns));
     }
     return names;
   }
 
-  void run_own(const GemmProblem& problem, size_t index) override {
-    const auto product = own_product_of(problem);
-    sm90::run(*product, sm90::choices(*product).at(index));
+  void run_custom(const GemmProblem& problem, size_t index) override {
+    const auto product = custom_kernel_problem_of(problem);
+    sm90::run(*product, sm90::supported_tile_shapes(*product).at(index));
   }
 
   std::optional<std::pair<Quantized, at::Tensor>> quantize(const QuantizeCall& call) override {
-    return cuda::quantize_by_kernels(call);
+    return cuda::quantize_cuda(call);
   }
 
   std::optional<at::Tensor> dequantize(const DequantizeCall& call) override {
-    return cuda::dequantize_by_kernels(call);
+    return cuda::dequantize_cuda(call);
   }
 
-  bool update_scale(const ScaleUpdate& update) override {
-    return cuda::update_scale_by_kernels(update);
-  }
+  bool update_scale(const ScaleUpdate& update) override { return cuda::update_scale_cuda(update); }
 
   void run_group(const std::vector<GemmProblem>& problems) override {
     if (problems.size() < 2) return GemmBackend::run_group(problems);
     const auto handle = current_handle();
     const auto current = c10::cuda::getCurrentCUDAStream();
-    GroupStreams side(current, std::min(problems.size() - 1, GroupStreams::kMost));
+    GroupStreams side(current, std::min(problems.size() - 1, GroupStreams::kMaxStreams));
     const size_t streams = side.count() + 1;
     for (size_t i = 0; i < problems.size(); ++i) {
       const size_t stream = i % streams;

@@ -3,8 +3,8 @@
 namespace torch_overlap::cublaslt {
 namespace {
 
-// A plan takes a few KiB of host memory. Programs whose shapes never repeat begin anew.
-constexpr size_t kMostPlans = 8192;
+// Limits host memory: a plan takes a few KiB. The cache is cleared if more shapes occur.
+constexpr size_t kMaxPlans = 8192;
 
 }  // namespace
 
@@ -19,12 +19,12 @@ std::shared_ptr<Plan> PlanCache::plan_of(cublasLtHandle_t handle, const LtCall& 
     const auto found = plans_.find(call.key);
     if (found != plans_.end()) return found->second;
   }
-  // Under the lock, so that threads which come together make one plan.
+  // The lock is held, so that concurrent calls with one key create one plan.
   const std::unique_lock lock(mutex_);
   const auto found = plans_.find(call.key);
   if (found != plans_.end()) return found->second;
   auto made = std::make_shared<Plan>(handle, call);
-  if (plans_.size() >= kMostPlans) plans_.clear();
+  if (plans_.size() >= kMaxPlans) plans_.clear();
   plans_.emplace(call.key, made);
   return made;
 }

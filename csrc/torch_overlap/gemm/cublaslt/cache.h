@@ -8,11 +8,11 @@
 
 namespace torch_overlap::cublaslt {
 
-// All plans of the process. A call whose key is known makes no descriptor and asks for no
-// algorithm. Threads: any.
+// All plans of the process. A call with a known key creates no descriptors and makes no heuristic
+// query. Thread-safe.
 class PlanCache {
  public:
-  // Never destroyed: cuBLASLt may be gone before it would be.
+  // Never destroyed, because cuBLASLt may be unloaded first.
   static PlanCache& instance();
 
   std::shared_ptr<Plan> plan_of(cublasLtHandle_t handle, const LtCall& call);

@@ -10,15 +10,15 @@
 
 namespace torch_overlap::cublaslt {
 
-// Throws when a call of cuBLASLt failed. `what` names what was tried.
+// Throws if a call of cuBLASLt failed. `what` names the call.
 inline void check(cublasStatus_t status, std::string_view what) {
   TORCH_OVERLAP_CHECK(status == CUBLAS_STATUS_SUCCESS, kRuntime, what,
                       ": expected success from cuBLASLt, got ", cublasLtGetStatusName(status), " (",
                       cublasLtGetStatusString(status), ")");
 }
 
-// Whether the library refuses the problem, and not that a call failed.
-inline bool is_refusal(cublasStatus_t status) {
+// True if the library does not support the problem; false if the call failed otherwise.
+inline bool is_unsupported(cublasStatus_t status) {
   return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||
          status == CUBLAS_STATUS_ARCH_MISMATCH;
 }
@@ -33,13 +33,13 @@ struct Deleter {
 template <typename Handle>
 using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Deleter>;
 
-inline Owned<cublasLtMatmulDesc_t> make_matmul(cublasComputeType_t compute) {
+inline Owned<cublasLtMatmulDesc_t> create_matmul_desc(cublasComputeType_t compute) {
   cublasLtMatmulDesc_t made = nullptr;
   check(cublasLtMatmulDescCreate(&made, compute, CUDA_R_32F), "cublasLtMatmulDescCreate");
   return Owned<cublasLtMatmulDesc_t>(made);
 }
 
-// A column-major matrix.
+// Creates the layout of a column-major matrix.
 inline Owned<cublasLtMatrixLayout_t> make_layout(cudaDataType_t type, int64_t rows, int64_t columns,
                                                  int64_t leading) {
   cublasLtMatrixLayout_t made = nullptr;
@@ -58,7 +58,7 @@ inline Owned<cublasLtMatmulPreference_t> make_preference() {
 template <typename Value>
 void set(cublasLtMatmulDesc_t matmul, cublasLtMatmulDescAttributes_t attribute,
          const Value& value) {
-  const auto* bytes = static_cast<const void*>(&value);  // also where it is a pointer itself
+  const auto* bytes = static_cast<const void*>(&value);  // correct for pointer values too
   check(cublasLtMatmulDescSetAttribute(matmul, attribute, bytes, sizeof(value)),
         "cublasLtMatmulDescSetAttribute");
 }

@@ -8,16 +8,18 @@
 
 namespace torch_overlap::cublaslt {
 
-// The epilogue of cuBLASLt that does all that is asked beside the product, but for the bias_grad
-// that is a sum over k; nullopt where types, strides or the combination rule it out. The library
-// may still refuse it, and plans do not ask it for GELU with a residual, which our own kernels
-// have.
+// Returns the cuBLASLt epilogue that does everything requested in addition to the product, except
+// bias_grad as the sum over k; nullopt if types, strides or the combination rule it out. The
+// library may still refuse it. Plans do not request GELU with a residual from it, which this
+// project's kernels support.
 std::optional<cublasLtEpilogue_t> fused_epilogue(const GemmProblem& problem);
-// Whether that bias_grad is asked, and the library may have one epilogue for it and all else.
-bool sums_over_k(const GemmProblem& problem);
-bool may_fuse_sum_over_k(const GemmProblem& problem);
+// has_bias_grad_over_k(): true if bias_grad as the sum over k is requested.
+// can_fuse_bias_grad_over_k(): true if the library may have one epilogue for it and everything
+// else.
+bool has_bias_grad_over_k(const GemmProblem& problem);
+bool can_fuse_bias_grad_over_k(const GemmProblem& problem);
 
-// What an epilogue reads or writes beside D; undefined: nothing.
+// Tensors that an epilogue reads or writes in addition to D; undefined if there are none.
 at::Tensor bias_of(const GemmEpilogue& asked, cublasLtEpilogue_t epilogue);
 at::Tensor aux_of(const GemmEpilogue& asked, cublasLtEpilogue_t epilogue);
 

@@ -13,7 +13,7 @@ struct IdleStreams {
   std::map<c10::DeviceIndex, std::vector<std::unique_ptr<cuda::SideStreams>>> by_device;
 };
 
-// Never destroyed: CUDA may be gone before it would be.
+// Never destroyed, because CUDA may be unloaded first.
 IdleStreams& idle_streams() {
   static auto* const idle = new IdleStreams;
   return *idle;
@@ -31,7 +31,7 @@ std::unique_ptr<cuda::SideStreams> take_streams(c10::DeviceIndex device) {
     }
   }
   return std::make_unique<cuda::SideStreams>(
-      device, std::vector<cuda::OwnedStream::Priority>(GroupStreams::kMost));
+      device, std::vector<cuda::OwnedStream::Priority>(GroupStreams::kMaxStreams));
 }
 
 }  // namespace

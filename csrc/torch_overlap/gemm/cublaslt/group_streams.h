@@ -8,12 +8,13 @@
 
 namespace torch_overlap::cublaslt {
 
-// The streams of a group of products beside the current one. Lent from the device's, so that groups
-// of several threads go on side by side; joined also when an exception leaves the scope.
+// The streams of a group of GEMMs, in addition to the current one. They are borrowed from the
+// device's idle ones, so that groups of several threads run concurrently, and joined even if an
+// exception leaves the scope.
 class GroupStreams {
  public:
-  static constexpr size_t kMost = 3;
-  // `count`: at most kMost.
+  static constexpr size_t kMaxStreams = 3;
+  // `count`: at most kMaxStreams.
   GroupStreams(c10::cuda::CUDAStream origin, size_t count);
   ~GroupStreams();
   GroupStreams(const GroupStreams&) = delete;
@@ -21,7 +22,7 @@ class GroupStreams {
 
   size_t count() const { return count_; }
   c10::cuda::CUDAStream operator[](size_t index) const { return streams_->stream(index); }
-  // What was put on the streams is seen by what `origin` gets next.
+  // Orders later work of `origin` after the work on these streams.
   void join();
 
  private:

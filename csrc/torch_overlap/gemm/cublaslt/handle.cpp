@@ -19,7 +19,7 @@ struct Handle {
 }  // namespace
 
 cublasLtHandle_t current_handle() {
-  // Never destroyed: cuBLASLt may be gone before they would be.
+  // Never destroyed, because cuBLASLt may be unloaded first.
   static auto* const handles = new Handle[static_cast<size_t>(c10::cuda::device_count())];
   Handle& of_device = handles[c10::cuda::current_device()];
   std::call_once(of_device.made, [&of_device] {

@@ -4,8 +4,8 @@
 
 namespace torch_overlap::cublaslt {
 
-// Of the current device. Torch's own is one of cuBLAS, whose stream and workspace it sets at every
-// call. Threads: any.
+// Returns the handle of the current device. Torch's own is a cuBLAS handle, whose stream and
+// workspace torch sets at every call. Thread-safe.
 cublasLtHandle_t current_handle();
 
 }  // namespace torch_overlap::cublaslt

@@ -13,13 +13,13 @@
 namespace torch_overlap::cublaslt {
 namespace {
 
-// Of a row-major matrix. The stride of a single row says nothing.
-int64_t leading_of(const at::Tensor& matrix) {
+// Returns the leading dimension of a row-major matrix. The stride of a single row is ignored.
+int64_t leading_dimension(const at::Tensor& matrix) {
   const int64_t row = std::max<int64_t>(matrix.size(1), 1);
   return matrix.size(0) <= 1 ? row : matrix.stride(0);
 }
 
-cublasComputeType_t compute_of(at::ScalarType operands) {
+cublasComputeType_t compute_type(at::ScalarType operands) {
   if (operands != at::kFloat) return CUBLAS_COMPUTE_32F;
   const auto precision =
       at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
@@ -27,8 +27,8 @@ cublasComputeType_t compute_of(at::ScalarType operands) {
                                                  : CUBLAS_COMPUTE_32F;
 }
 
-// Torch's switches for sums of partial products in the 16-bit type of the result.
-int64_t reductions_of(at::ScalarType operands) {
+// Returns the reduction schemes that torch's switches for reduced-precision reductions allow.
+int64_t allowed_reduction_schemes(at::ScalarType operands) {
   const auto& context = at::globalContext();
   auto option = at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
   if (operands == at::kHalf) option = context.allowFP16ReductionCuBLAS();
@@ -72,8 +72,8 @@ cudaDataType_t cuda_type(at::ScalarType type) {
 }
 
 int64_t alignment_of(const void* pointer) {
-  constexpr uintptr_t kMost = 256;
-  const auto address = reinterpret_cast<uintptr_t>(pointer) | kMost;
+  constexpr uintptr_t kMaxAlignmentBytes = 256;
+  const auto address = reinterpret_cast<uintptr_t>(pointer) | kMaxAlignmentBytes;
   return static_cast<int64_t>(address & (~address + 1));
 }
 
@@ -94,17 +94,17 @@ LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const 
   const at::Tensor residual = is_result ? residual_of(args) : at::Tensor();
   if (residual.defined()) call.c = residual.const_data_ptr();
   if (a.scaled()) {
-    call.kept_scale_a = scales_as_read(problem.op, a);
-    call.kept_scale_b = scales_as_read(problem.op, b);
-    call.scale_a = call.kept_scale_a.const_data_ptr();
-    call.scale_b = call.kept_scale_b.const_data_ptr();
+    call.owned_scale_a = scales_in_cublaslt_layout(problem.op, a);
+    call.owned_scale_b = scales_in_cublaslt_layout(problem.op, b);
+    call.scale_a = call.owned_scale_a.const_data_ptr();
+    call.scale_b = call.owned_scale_b.const_data_ptr();
   }
   const bool quantized = is_8_bit(out);
   if (quantized) {
     call.scale_d = args.out_scale.const_data_ptr();
     if (args.out_amax.defined()) call.amax_d = args.out_amax.data_ptr();
   }
-  // Where nothing is added, C is D; where that has 8 bits, a matrix of the bias' type that is not
+  // If nothing is added, C is D; for an 8-bit D it is a matrix of the bias' type, which is not
   // read.
   const auto c_type = !quantized         ? out.scalar_type()
                       : vector.defined() ? vector.scalar_type()
@@ -113,11 +113,11 @@ LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const 
       .m = problem.shape.n,
       .n = problem.shape.m,
       .k = problem.shape.k,
-      .lda = leading_of(a.data),
-      .ldb = leading_of(b.data),
-      .ldc = leading_of(residual.defined() ? residual : out),
-      .ldd = leading_of(out),
-      .ld_aux = aux.defined() ? leading_of(aux) : 0,
+      .lda = leading_dimension(a.data),
+      .ldb = leading_dimension(b.data),
+      .ldc = leading_dimension(residual.defined() ? residual : out),
+      .ldd = leading_dimension(out),
+      .ld_aux = aux.defined() ? leading_dimension(aux) : 0,
       .type_a = cuda_type(a.data.scalar_type()),
       .type_b = cuda_type(b.data.scalar_type()),
       .type_c = cuda_type(c_type),
@@ -126,17 +126,17 @@ LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const 
       .type_aux = aux.defined() ? cuda_type(aux.scalar_type()) : -1,
       .transpose_a = a.transposed,
       .transpose_b = b.transposed,
-      .compute = compute_of(b.data.scalar_type()),
+      .compute = compute_type(b.data.scalar_type()),
       .epilogue = epilogue,
       .scale_mode_a = scale_mode_of(a.scaling),
       .scale_mode_b = scale_mode_of(b.scaling),
       .quantized_out = quantized,
       .has_amax = call.amax_d != nullptr,
-      .adds = residual.defined(),
-      .fast_accumulation = has_fast_sums(b.scaling) && !args.use_split_accumulator,
-      .reductions = reductions_of(b.data.scalar_type()),
+      .has_c = residual.defined(),
+      .fast_accumulation = supports_fast_accumulation(b.scaling) && !args.use_split_accumulator,
+      .reduction_schemes = allowed_reduction_schemes(b.data.scalar_type()),
       .sm_target = args.sm_target,
-      .beside_transfers = args.beside_transfers,
+      .overlaps_communication = args.overlaps_communication,
       .workspace = workspace.bytes,
       .align_a = alignment_of(call.a),
       .align_b = alignment_of(call.b),

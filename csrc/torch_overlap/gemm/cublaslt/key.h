@@ -11,9 +11,9 @@
 
 namespace torch_overlap::cublaslt {
 
-// All that an algorithm and its descriptors depend on. The row-major product out = lhs * rhs is the
-// column-major product D = A * B with A = rhs, B = lhs and D = out: each matrix is its own
-// transpose in the other order. So m here is the n of the problem, and n its m.
+// Everything that an algorithm and its descriptors depend on. The row-major product out = lhs * rhs
+// is the column-major product D = A * B with A = rhs, B = lhs and D = out, because each matrix is
+// its own transpose in the other order. So m here is the problem's n, and n its m.
 struct PlanKey {
   int64_t m, n, k;
   int64_t lda, ldb, ldc, ldd, ld_aux;
@@ -23,13 +23,13 @@ struct PlanKey {
   int64_t epilogue;                    // cublasLtEpilogue_t
   int64_t scale_mode_a, scale_mode_b;  // cublasLtMatmulMatrixScale_t; -1: not scaled
   int64_t quantized_out, has_amax;
-  int64_t adds;  // C
+  int64_t has_c;  // true if C is added
   int64_t fast_accumulation;
-  int64_t reductions;  // cublasLtReductionScheme_t that are allowed
+  int64_t reduction_schemes;  // allowed cublasLtReductionScheme_t
   int64_t sm_target;
-  int64_t beside_transfers;
-  int64_t workspace;  // bytes
-  // Bytes, up to 256; 0: there is none.
+  int64_t overlaps_communication;
+  int64_t workspace;  // in bytes
+  // Alignments in bytes, at most 256; 0: there is none.
   int64_t align_a, align_b, align_c, align_d, align_bias, align_aux;
   int64_t device;
 
@@ -41,7 +41,7 @@ struct PlanKeyHash {
   size_t operator()(const PlanKey& key) const noexcept;
 };
 
-// One call: its key, and the addresses that change from call to call.
+// One call: its key, and the addresses, which change from call to call.
 struct LtCall {
   PlanKey key{};
   const void* a = nullptr;
@@ -54,23 +54,23 @@ struct LtCall {
   void* amax_d = nullptr;
   void* bias = nullptr;
   void* aux = nullptr;
-  // What the addresses lie in, where it is not the caller's.
-  at::Tensor kept_scale_a{};
-  at::Tensor kept_scale_b{};
+  // Owners of the memory at the addresses, if it is not the caller's.
+  at::Tensor owned_scale_a{};
+  at::Tensor owned_scale_b{};
 };
 
 struct Workspace {
   void* pointer = nullptr;
   int64_t bytes = 0;
-  at::Tensor keeper{};
+  at::Tensor owner{};
 };
 
 cudaDataType_t cuda_type(at::ScalarType type);
-// The largest power of two, up to 256, that divides the address.
+// Returns the largest power of two, at most 256, that divides the address.
 int64_t alignment_of(const void* pointer);
 
-// The problem with `epilogue` fused and the result in `out`: args.out, or an fp32 matrix for the
-// product alone.
+// Returns the call for the problem with `epilogue` fused and the result in `out`: args.out, or an
+// fp32 matrix for the product without its epilogue.
 LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const at::Tensor& out,
                  const Workspace& workspace);
 

@@ -6,16 +6,16 @@
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/gemm/counters.h"
-#include "torch_overlap/gemm/cublaslt/own.h"
+#include "torch_overlap/gemm/cublaslt/custom_kernel.h"
 #include "torch_overlap/gemm/cublaslt/plan.h"
 #include "torch_overlap/gemm/options.h"
 
 namespace torch_overlap::cublaslt {
 namespace {
 
-constexpr int kCandidates = 8;
-constexpr int kRounds = 3;
-constexpr int kLaunches = 4;  // of a round
+constexpr int kMaxCandidates = 8;
+constexpr int kNumRounds = 3;
+constexpr int kLaunchesPerRound = 4;  // per round
 
 class TimingEvent {
  public:
@@ -35,30 +35,30 @@ class TimingEvent {
 
 }  // namespace
 
-// The result goes to scratch memory: out may be accumulated into, or be an operand's neighbour that
-// others read. What else an epilogue writes (pre-activations, bias gradient, amax) is the same each
-// time, and written again by the call itself.
+// The result is written to scratch memory, because out may be accumulated into, or may be adjacent
+// to data that others read. Other results of an epilogue (pre-activations, bias gradient, amax) are
+// the same each time, and are written again by the call itself.
 void Plan::measure(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
                    cudaStream_t stream) {
   measured_ = true;
-  const auto candidates = query(handle, kCandidates);
+  const auto candidates = query(handle, kMaxCandidates);
   if (candidates.size() < 2 && gemm_tuning() != GemmTuning::kBest) return;
-  const cuda::RelaxedCapture relaxed;  // another thread may be capturing
-  constexpr int64_t kWidest = 4;       // bytes of an element of D
+  const cuda::RelaxedCapture relaxed;      // another thread may be capturing
+  constexpr int64_t kMaxElementBytes = 4;  // maximum size of an element of D
   const at::Tensor scratch =
-      at::empty({key_.n * key_.ldd * kWidest},
+      at::empty({key_.n * key_.ldd * kMaxElementBytes},
                 at::TensorOptions(at::kByte).device(at::kCUDA, static_cast<int>(key_.device)));
   TimingEvent begin;
   TimingEvent end;
   float best = std::numeric_limits<float>::infinity();
-  // Whether it is the fastest so far; false also where it cannot be launched.
-  const auto is_best = [&](const auto& again) {
+  // True if it is the fastest so far; false also if it cannot be launched.
+  const auto is_fastest = [&](const auto& again) {
     if (!again()) return false;  // the first launch also loads the kernel
     count(gemm_counters().measured);
     float fastest = std::numeric_limits<float>::infinity();
-    for (int round = 0; round < kRounds; ++round) {
+    for (int round = 0; round < kNumRounds; ++round) {
       begin.record(stream);
-      for (int i = 0; i < kLaunches; ++i) (void)again();
+      for (int i = 0; i < kLaunchesPerRound; ++i) (void)again();
       end.record(stream);
       cuda::check(cudaEventSynchronize(end.get()), "cudaEventSynchronize");
       float milliseconds = 0;
@@ -75,19 +75,20 @@ void Plan::measure(cublasLtHandle_t handle, const LtCall& call, const Workspace&
       return launch(handle, call, scratch.data_ptr(), candidate, workspace, stream) ==
              CUBLAS_STATUS_SUCCESS;
     };
-    if (is_best(again)) algorithm_ = candidate;
+    if (is_fastest(again)) algorithm_ = candidate;
   }
   if (gemm_tuning() != GemmTuning::kBest) return;
-  // Those that the matrix itself can have: the scratch memory is aligned, it may not be.
-  const auto product = own_product(call, call.d);
+  // Only kernels that the actual result allows: the scratch memory is aligned, the result may not
+  // be.
+  const auto product = custom_kernel_problem(call, call.d);
   if (!product) return;
-  const auto on_scratch = *own_product(call, scratch.data_ptr());
-  for (const sm90::Choice& choice : sm90::choices(*product)) {
+  const auto on_scratch = *custom_kernel_problem(call, scratch.data_ptr());
+  for (const sm90::TileShape& tile_shape : sm90::supported_tile_shapes(*product)) {
     const auto again = [&] {
-      sm90::run(on_scratch, choice);
+      sm90::run(on_scratch, tile_shape);
       return true;
     };
-    if (is_best(again)) own_ = choice;
+    if (is_fastest(again)) custom_tile_ = tile_shape;
   }
 }
 

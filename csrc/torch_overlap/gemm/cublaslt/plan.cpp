@@ -2,14 +2,14 @@
 
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/gemm/counters.h"
-#include "torch_overlap/gemm/cublaslt/own.h"
+#include "torch_overlap/gemm/cublaslt/custom_kernel.h"
 #include "torch_overlap/gemm/options.h"
 
 namespace torch_overlap::cublaslt {
 namespace {
 
-Owned<cublasLtMatmulDesc_t> make_product(const PlanKey& key) {
-  auto matmul = make_matmul(static_cast<cublasComputeType_t>(key.compute));
+Owned<cublasLtMatmulDesc_t> make_matmul_desc(const PlanKey& key) {
+  auto matmul = create_matmul_desc(static_cast<cublasComputeType_t>(key.compute));
   set(matmul.get(), CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_a != 0 ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(matmul.get(), CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_b != 0 ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(matmul.get(), CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(key.epilogue));
@@ -44,7 +44,7 @@ Owned<cublasLtMatrixLayout_t> make_operand(int64_t type, int64_t transposed, int
 
 Plan::Plan(cublasLtHandle_t handle, const LtCall& call)
     : key_(call.key),
-      matmul_(make_product(key_)),
+      matmul_(make_matmul_desc(key_)),
       a_(make_operand(key_.type_a, key_.transpose_a, key_.m, key_.k, key_.lda)),
       b_(make_operand(key_.type_b, key_.transpose_b, key_.k, key_.n, key_.ldb)),
       c_(make_operand(key_.type_c, 0, key_.m, key_.n, key_.ldc)),
@@ -53,41 +53,42 @@ Plan::Plan(cublasLtHandle_t handle, const LtCall& call)
   set_addresses(call);
   const auto found = query(handle, 1);
   if (found.empty()) {
-    refuse(call);
+    fall_back_to_custom_kernel(call);
   } else {
     algorithm_ = found[0];
   }
 }
 
-// 8-bit operands whose sizes are no multiples of 16, or GELU with a residual. Addresses are aligned
-// alike in all calls with one key.
-void Plan::refuse(const LtCall& call) {
+// For 8-bit operands that the library refuses: sizes that are not multiples of 16, or GELU with a
+// residual. All calls with one key have the same alignments.
+void Plan::fall_back_to_custom_kernel(const LtCall& call) {
   algorithm_.reset();
   if (key_.scale_mode_a < 0) return;
-  if (const auto product = own_product(call, call.d)) own_ = sm90::guess(*product);
+  if (const auto product = custom_kernel_problem(call, call.d))
+    custom_tile_ = sm90::heuristic_tile_shape(*product);
 }
 
-std::vector<cublasLtMatmulAlgo_t> Plan::query(cublasLtHandle_t handle, int most) const {
-  // The library applies the epilogue to the sum with C.
-  if (key_.adds != 0 && (key_.epilogue & CUBLASLT_EPILOGUE_GELU) != 0) return {};
+std::vector<cublasLtMatmulAlgo_t> Plan::query(cublasLtHandle_t handle, int max_algorithms) const {
+  // The library would apply the epilogue to the sum with C.
+  if (key_.has_c != 0 && (key_.epilogue & CUBLASLT_EPILOGUE_GELU) != 0) return {};
   count(gemm_counters().queries);
   const auto preference = make_preference();
   const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
     set(preference.get(), attribute, value);
   };
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<size_t>(key_.workspace));
-  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(key_.reductions));
+  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(key_.reduction_schemes));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key_.align_a));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key_.align_b));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
-         static_cast<uint32_t>(key_.adds != 0 ? key_.align_c : key_.align_d));
+         static_cast<uint32_t>(key_.has_c != 0 ? key_.align_c : key_.align_d));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key_.align_d));
-  std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(most));
+  std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(max_algorithms));
   int found = 0;
   const auto status =
       cublasLtMatmulAlgoGetHeuristic(handle, matmul_.get(), a_.get(), b_.get(), c_.get(), d_.get(),
-                                     preference.get(), most, results.data(), &found);
-  if (is_refusal(status)) return {};
+                                     preference.get(), max_algorithms, results.data(), &found);
+  if (is_unsupported(status)) return {};
   check(status, "cublasLtMatmulAlgoGetHeuristic");
   std::vector<cublasLtMatmulAlgo_t> algorithms;
   for (int i = 0; i < found; ++i) {
@@ -113,8 +114,8 @@ cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtCall& call, void* d
                             const cublasLtMatmulAlgo_t& algorithm, const Workspace& workspace,
                             cudaStream_t stream) const {
   const float alpha = 1;
-  const float beta = key_.adds != 0 ? 1 : 0;
-  const void* const c = key_.adds != 0 ? call.c : d;
+  const float beta = key_.has_c != 0 ? 1 : 0;
+  const void* const c = key_.has_c != 0 ? call.c : d;
   return cublasLtMatmul(handle, matmul_.get(), &alpha, call.a, a_.get(), call.b, b_.get(), &beta, c,
                         c_.get(), d, d_.get(), &algorithm, workspace.pointer,
                         static_cast<size_t>(workspace.bytes), stream);
@@ -123,23 +124,23 @@ cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtCall& call, void* d
 bool Plan::run(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
                cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
-  const bool is_to_be_measured =
-      !measured_ && key_.beside_transfers == 0 && gemm_tuning() != GemmTuning::kHeuristic;
-  if (is_to_be_measured && !cuda::capture_of(stream)) {
+  const bool should_measure =
+      !measured_ && key_.overlaps_communication == 0 && gemm_tuning() != GemmTuning::kHeuristic;
+  if (should_measure && !cuda::capture_of(stream)) {
     set_addresses(call);
     measure(handle, call, workspace, stream);
   }
-  if (algorithm_ && !own_) {
+  if (algorithm_ && !custom_tile_) {
     set_addresses(call);
     const auto status = launch(handle, call, call.d, *algorithm_, workspace, stream);
-    if (!is_refusal(status)) {
+    if (!is_unsupported(status)) {
       check(status, "cublasLtMatmul");
       return true;
     }
-    refuse(call);  // what the heuristics let pass
+    fall_back_to_custom_kernel(call);  // the heuristics accepted it, the launch did not
   }
-  if (!own_) return false;
-  sm90::run(*own_product(call, call.d), *own_);
+  if (!custom_tile_) return false;
+  sm90::run(*custom_kernel_problem(call, call.d), *custom_tile_);
   return true;
 }
 

@@ -8,31 +8,32 @@
 
 #include "torch_overlap/gemm/cublaslt/descriptors.h"
 #include "torch_overlap/gemm/cublaslt/key.h"
-#include "torch_overlap/gemm/sm90/product.h"
+#include "torch_overlap/gemm/sm90/gemm.h"
 
 namespace torch_overlap::cublaslt {
 
-// The descriptors and the algorithm of all calls with one key. Threads: any, one at a time. The
-// device of the key is current.
+// The descriptors and the algorithm of all calls with one key. Calls from any thread are
+// serialized. The device of the key must be current.
 class Plan {
  public:
-  // Asks the library for an algorithm. A problem that it refuses makes a plan too, so that it is
-  // asked once: of one of our own kernels, where operands have 8 bits and there is one.
+  // Requests an algorithm from the library. A plan is also created if the library refuses the
+  // problem, so that it is not asked again: then one of this project's kernels is used if the
+  // operands have 8 bits and there is one.
   Plan(cublasLtHandle_t handle, const LtCall& call);
 
-  // False where nothing here computes the problem; then nothing is on the stream. With measured
+  // Returns false, without enqueuing anything, if nothing here supports the problem. With measured
   // tuning, and outside of captures, the first call measures.
   bool run(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
            cudaStream_t stream);
 
  private:
-  void refuse(const LtCall& call);
-  std::vector<cublasLtMatmulAlgo_t> query(cublasLtHandle_t handle, int most) const;
+  void fall_back_to_custom_kernel(const LtCall& call);
+  std::vector<cublasLtMatmulAlgo_t> query(cublasLtHandle_t handle, int max_algorithms) const;
   void set_addresses(const LtCall& call) const;
   cublasStatus_t launch(cublasLtHandle_t handle, const LtCall& call, void* d,
                         const cublasLtMatmulAlgo_t& algorithm, const Workspace& workspace,
                         cudaStream_t stream) const;
-  // The fastest of the library's proposals and of our own kernels.
+  // Selects the fastest of the library's proposals and of this project's kernels.
   void measure(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
                cudaStream_t stream);
 
@@ -40,8 +41,9 @@ class Plan {
   const PlanKey key_;
   Owned<cublasLtMatmulDesc_t> matmul_;
   Owned<cublasLtMatrixLayout_t> a_, b_, c_, d_;
-  std::optional<cublasLtMatmulAlgo_t> algorithm_;  // none: refused
-  std::optional<sm90::Choice> own_;  // in its place: measured as faster, or as nothing else will do
+  std::optional<cublasLtMatmulAlgo_t> algorithm_;  // empty: refused
+  std::optional<sm90::TileShape>
+      custom_tile_;  // replaces algorithm_: measured as faster, or the only support
   bool measured_ = false;
 };
 

@@ -10,32 +10,31 @@ namespace torch_overlap::cublaslt {
 namespace {
 
 constexpr int64_t kScaleAlignment = 16;   // bytes
-constexpr int64_t kBlockRowMultiple = 4;  // factors of 128 x 128 blocks
+constexpr int64_t kBlockRowMultiple = 4;  // scales of 128 x 128 blocks
 
-bool starts_aligned(const at::Tensor& scales) {
+bool is_aligned(const at::Tensor& scales) {
   return alignment_of(scales.const_data_ptr()) >= kScaleAlignment;
 }
 
-// [rows, blocks], the factors of a block of 128 along k beside each other.
+// Returns [rows, blocks], in which the scales of one block along k are contiguous.
 at::Tensor as_columns(const at::Tensor& scales) {
   const int64_t rows = scales.size(0);
   const bool in_place = (rows <= 1 || scales.stride(0) == 1) &&
-                        (scales.size(1) <= 1 || scales.stride(1) == rows) && starts_aligned(scales);
+                        (scales.size(1) <= 1 || scales.stride(1) == rows) && is_aligned(scales);
   return in_place ? scales : scales.t().clone(at::MemoryFormat::Contiguous).t();
 }
 
-// [row blocks, blocks], row-major, with rows padded to a multiple of 4.
+// Returns [row blocks, blocks], row-major, with rows padded to a multiple of 4.
 at::Tensor as_padded_rows(const at::Tensor& scales) {
   const int64_t blocks = scales.size(1);
   const int64_t padded = round_up(blocks, kBlockRowMultiple);
-  const bool in_place =
-      scales.stride(1) == 1 && scales.stride(0) == padded && starts_aligned(scales);
+  const bool in_place = scales.stride(1) == 1 && scales.stride(0) == padded && is_aligned(scales);
   return in_place ? scales : at::constant_pad_nd(scales, {0, padded - blocks}).contiguous();
 }
 
 }  // namespace
 
-bool reads_scaling(ScalingMode mode, int major, int minor) {
+bool supports_scaling_mode(ScalingMode mode, int major, int minor) {
   switch (mode) {
     case ScalingMode::NO_SCALING:
       return true;
@@ -71,7 +70,7 @@ int64_t scale_mode_of(ScalingMode mode) {
   return -1;
 }
 
-at::Tensor scales_as_read(std::string_view op, const OperandView& operand) {
+at::Tensor scales_in_cublaslt_layout(std::string_view op, const OperandView& operand) {
   const at::Tensor& scales = operand.scale_inv;
   switch (operand.scaling) {
     case ScalingMode::BLOCK_1D_SCALING:
@@ -80,9 +79,9 @@ at::Tensor scales_as_read(std::string_view op, const OperandView& operand) {
       return as_padded_rows(scales);
     case ScalingMode::MXFP8_1D_SCALING:
       if (!operand.swizzled) return swizzle_scales(op, scales);
-      return starts_aligned(scales) ? scales : scales.clone();
+      return is_aligned(scales) ? scales : scales.clone();
     case ScalingMode::ROW_SCALING:
-      return scales.is_contiguous() && starts_aligned(scales)
+      return scales.is_contiguous() && is_aligned(scales)
                  ? scales
                  : scales.clone(at::MemoryFormat::Contiguous);
     default:

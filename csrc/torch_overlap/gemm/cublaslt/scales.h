@@ -6,14 +6,14 @@
 
 namespace torch_overlap::cublaslt {
 
-// Of a compute capability: whether its tensor cores read operands of a mode. sm_89 and newer read
-// one factor for the tensor, Hopper alone blocks of 128, sm_100 and sm_110 MXFP8.
-bool reads_scaling(ScalingMode mode, int major, int minor);
+// True if the tensor cores of a compute capability support a mode: tensor scaling on sm_89 and
+// newer, blocks of 128 on Hopper only, MXFP8 on sm_100 and sm_110.
+bool supports_scaling_mode(ScalingMode mode, int major, int minor);
 
-// The cublasLtMatmulMatrixScale_t of a mode; -1 without scaling.
+// Returns the cublasLtMatmulMatrixScale_t of a mode; -1 without scaling.
 int64_t scale_mode_of(ScalingMode mode);
 
-// The scales of an operand in the order that the library reads: themselves, or a copy.
-at::Tensor scales_as_read(std::string_view op, const OperandView& operand);
+// Returns the scales of an operand in the layout that the library reads: themselves, or a copy.
+at::Tensor scales_in_cublaslt_layout(std::string_view op, const OperandView& operand);
 
 }  // namespace torch_overlap::cublaslt

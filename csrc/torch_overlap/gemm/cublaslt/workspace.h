@@ -6,9 +6,9 @@
 
 namespace torch_overlap::cublaslt {
 
-// The memory of a call on `stream`, which is current: the caller's, or the cached one of the
-// stream. During a capture it comes from the graph's own pool, for this call: a cached one would be
-// written by replays on other streams while this stream uses it.
+// Returns the workspace of a call on `stream`, which must be current: the caller's, or the cached
+// one of the stream. During a capture it is allocated for this call from the graph's pool: replays
+// on other streams would write a cached one while this stream uses it.
 Workspace workspace_for(const GemmArgs& args, c10::cuda::CUDAStream stream);
 
 }  // namespace torch_overlap::cublaslt

@@ -5,14 +5,14 @@
 #include <cstdint>
 
 // Kernels that quantize matrices to 8-bit floats and back, for gemm/quantize.h, which defines the
-// values: each result is that of torch's operators to the bit, but for the sign of a NaN. x is read
-// once, where scales of rows and of the whole tensor are to be found first, twice.
+// values: results are bitwise those of torch's operators, except for the sign of a NaN. x is read
+// once, or twice if scales of rows or of the whole tensor must be computed first.
 namespace torch_overlap::cuda {
 
-enum class WideType : uint8_t { kFloat, kHalf, kBFloat16 };
+enum class HighPrecisionType : uint8_t { kFloat, kHalf, kBFloat16 };
 
-// Who shares a scale.
-enum class ScaleGroup : uint8_t {
+// Elements that share a scale.
+enum class ScaleGranularity : uint8_t {
   kTensor,
   kRow,
   kRow128,    // 128 elements of a row
@@ -20,8 +20,8 @@ enum class ScaleGroup : uint8_t {
   kRow32,     // 32 elements of a row; the scale is a power of two (E8M0)
 };
 
-// scale_inv of group (row, column) lies at [row * row_stride + column * column_stride]: fp32, or
-// E8M0, which may be in the order of the tensor cores instead (the strides do not count).
+// The scale_inv of group (row, column) is at [row * row_stride + column * column_stride]: fp32, or
+// E8M0. E8M0 scales may be swizzled instead; the strides are then ignored.
 struct ScaleLayout {
   void* at = nullptr;
   int64_t row_stride = 0;
@@ -31,30 +31,31 @@ struct ScaleLayout {
 
 struct QuantizeParams {
   const void* x = nullptr;  // [rows, columns], contiguous
-  WideType type = WideType::kFloat;
+  HighPrecisionType type = HighPrecisionType::kFloat;
   int64_t rows = 0;
   int64_t columns = 0;
-  ScaleGroup group = ScaleGroup::kTensor;
-  bool e5m2 = false;  // e4m3 otherwise
+  ScaleGranularity group = ScaleGranularity::kTensor;
+  bool e5m2 = false;  // otherwise e4m3
   bool power_of_two = false;
   uint8_t* data = nullptr;  // [rows, columns]
   ScaleLayout scales;
-  uint8_t* transposed = nullptr;  // [columns, rows]; null: not wanted
+  uint8_t* transposed = nullptr;  // [columns, rows]; null: not requested
   ScaleLayout transposed_scales;
-  // kTensor: the scale, or null: it follows from `largest`.
+  // kTensor: the scale; null if it is computed from `largest`.
   const float* scale = nullptr;
-  // The bits of the largest |x|, fp32: of the tensor [1], of kRow with `transposed` those of the
-  // rows and then of the columns. Where `scale` is given, it is raised to what x has.
+  // Bits of the largest |x|, as fp32: of the tensor [1]; for kRow with `transposed`, of each row
+  // and then of each column. If `scale` is given, the kernel raises it to the largest |x|.
   uint32_t* largest = nullptr;
 };
 
-// Raises `largest` to what x has; 0 before. The tensor's, or those of rows and columns.
-cudaError_t launch_largest(const QuantizeParams& params, cudaStream_t stream);
-cudaError_t launch_largest_of_lines(const QuantizeParams& params, cudaStream_t stream);
-// kTensor and kRow without `transposed`. Rows find their largest themselves.
+// Raises `largest`, which must be 0 before, to the largest |x|: of the tensor, or of rows and
+// columns.
+cudaError_t launch_amax(const QuantizeParams& params, cudaStream_t stream);
+cudaError_t launch_row_and_column_amax(const QuantizeParams& params, cudaStream_t stream);
+// kTensor and kRow without `transposed`. launch_quantize_rows() computes the amax of rows itself.
 cudaError_t launch_quantize_flat(const QuantizeParams& params, cudaStream_t stream);
 cudaError_t launch_quantize_rows(const QuantizeParams& params, cudaStream_t stream);
-// All others, and with `transposed`.
+// All other granularities, and all with `transposed`.
 cudaError_t launch_quantize_tiles(const QuantizeParams& params, cudaStream_t stream);
 
 struct DequantizeParams {
@@ -62,10 +63,10 @@ struct DequantizeParams {
   bool e5m2 = false;
   int64_t rows = 0;
   int64_t columns = 0;
-  ScaleGroup group = ScaleGroup::kTensor;
+  ScaleGranularity group = ScaleGranularity::kTensor;
   ScaleLayout scales;
   void* out = nullptr;  // [rows, columns], contiguous
-  WideType type = WideType::kFloat;
+  HighPrecisionType type = HighPrecisionType::kFloat;
 };
 
 cudaError_t launch_dequantize(const DequantizeParams& params, cudaStream_t stream);
@@ -76,7 +77,7 @@ struct ScaleUpdateParams {
   float* scale = nullptr;  // [count]
   int64_t count = 0;
   float largest = 0;
-  bool of_all_steps = true;
+  bool uses_history_max = true;
 };
 
 cudaError_t launch_update_scale(const ScaleUpdateParams& params, cudaStream_t stream);

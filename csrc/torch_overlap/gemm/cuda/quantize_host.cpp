@@ -11,31 +11,31 @@
 namespace torch_overlap::cuda {
 namespace {
 
-std::optional<WideType> wide_type(at::ScalarType dtype) {
+std::optional<HighPrecisionType> high_precision_type(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
-      return WideType::kFloat;
+      return HighPrecisionType::kFloat;
     case at::kHalf:
-      return WideType::kHalf;
+      return HighPrecisionType::kHalf;
     case at::kBFloat16:
-      return WideType::kBFloat16;
+      return HighPrecisionType::kBFloat16;
     default:
       return std::nullopt;
   }
 }
 
-ScaleGroup scale_group(ScalingMode mode) {
+ScaleGranularity scale_granularity(ScalingMode mode) {
   switch (mode) {
     case ScalingMode::MXFP8_1D_SCALING:
-      return ScaleGroup::kRow32;
+      return ScaleGranularity::kRow32;
     case ScalingMode::BLOCK_1D_SCALING:
-      return ScaleGroup::kRow128;
+      return ScaleGranularity::kRow128;
     case ScalingMode::BLOCK_2D_SCALING:
-      return ScaleGroup::kBlock128;
+      return ScaleGranularity::kBlock128;
     case ScalingMode::ROW_SCALING:
-      return ScaleGroup::kRow;
+      return ScaleGranularity::kRow;
     default:
-      return ScaleGroup::kTensor;
+      return ScaleGranularity::kTensor;
   }
 }
 
@@ -56,8 +56,8 @@ at::Tensor zeroed_magnitudes(const at::Tensor& x, int64_t count, cudaStream_t st
 
 }  // namespace
 
-std::optional<std::pair<Quantized, at::Tensor>> quantize_by_kernels(const QuantizeCall& call) {
-  const auto type = wide_type(call.x.scalar_type());
+std::optional<std::pair<Quantized, at::Tensor>> quantize_cuda(const QuantizeCall& call) {
+  const auto type = high_precision_type(call.x.scalar_type());
   if (!type || call.x.numel() == 0) return std::nullopt;
   const c10::cuda::CUDAGuard guard(call.x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
@@ -68,33 +68,33 @@ std::optional<std::pair<Quantized, at::Tensor>> quantize_by_kernels(const Quanti
   p.type = *type;
   p.rows = rows_of(x);
   p.columns = x.size(-1);
-  p.group = scale_group(call.options.scaling);
+  p.group = scale_granularity(call.options.scaling);
   p.e5m2 = call.options.dtype == at::kFloat8_e5m2;
   p.power_of_two = call.options.power_of_two;
   p.data = static_cast<uint8_t*>(out.data.data_ptr());
   p.scales = layout_of(out.scale_inv, call.options.swizzled);
-  const bool turns = call.options.columnwise;
-  if (turns) {
+  const bool has_columnwise = call.options.columnwise;
+  if (has_columnwise) {
     p.transposed = static_cast<uint8_t*>(out.columnwise_data.data_ptr());
     p.transposed_scales = layout_of(out.columnwise_scale_inv, call.options.swizzled);
   }
-  const bool of_tensor = p.group == ScaleGroup::kTensor;
-  const bool of_lines = p.group == ScaleGroup::kRow && turns;
+  const bool is_per_tensor = p.group == ScaleGranularity::kTensor;
+  const bool needs_row_and_column_amax = p.group == ScaleGranularity::kRow && has_columnwise;
   at::Tensor largest;
-  if (of_tensor || of_lines) {
-    largest = zeroed_magnitudes(x, of_tensor ? 1 : p.rows + p.columns, stream);
+  if (is_per_tensor || needs_row_and_column_amax) {
+    largest = zeroed_magnitudes(x, is_per_tensor ? 1 : p.rows + p.columns, stream);
     p.largest = static_cast<uint32_t*>(largest.data_ptr());
   }
   if (call.scale.defined()) {
     p.scale = call.scale.const_data_ptr<float>();
-  } else if (of_tensor) {
-    C10_CUDA_CHECK(launch_largest(p, stream));
-  } else if (of_lines) {
-    C10_CUDA_CHECK(launch_largest_of_lines(p, stream));
+  } else if (is_per_tensor) {
+    C10_CUDA_CHECK(launch_amax(p, stream));
+  } else if (needs_row_and_column_amax) {
+    C10_CUDA_CHECK(launch_row_and_column_amax(p, stream));
   }
-  if (of_tensor && !turns) {
+  if (is_per_tensor && !has_columnwise) {
     C10_CUDA_CHECK(launch_quantize_flat(p, stream));
-  } else if (p.group == ScaleGroup::kRow && !turns) {
+  } else if (p.group == ScaleGranularity::kRow && !has_columnwise) {
     C10_CUDA_CHECK(launch_quantize_rows(p, stream));
   } else {
     C10_CUDA_CHECK(launch_quantize_tiles(p, stream));
@@ -102,8 +102,8 @@ std::optional<std::pair<Quantized, at::Tensor>> quantize_by_kernels(const Quanti
   return std::make_pair(std::move(out), std::move(largest));
 }
 
-std::optional<at::Tensor> dequantize_by_kernels(const DequantizeCall& call) {
-  const auto type = wide_type(call.dtype);
+std::optional<at::Tensor> dequantize_cuda(const DequantizeCall& call) {
+  const auto type = high_precision_type(call.dtype);
   if (!type || call.data.numel() == 0) return std::nullopt;
   const c10::cuda::CUDAGuard guard(call.data.device());
   const auto data = call.data.contiguous();
@@ -114,7 +114,7 @@ std::optional<at::Tensor> dequantize_by_kernels(const DequantizeCall& call) {
   p.e5m2 = data.scalar_type() == at::kFloat8_e5m2;
   p.rows = rows_of(data);
   p.columns = data.size(-1);
-  p.group = scale_group(call.scaling);
+  p.group = scale_granularity(call.scaling);
   p.scales = layout_of(scales, call.swizzled);
   p.out = out.data_ptr();
   p.type = *type;
@@ -122,7 +122,7 @@ std::optional<at::Tensor> dequantize_by_kernels(const DequantizeCall& call) {
   return out;
 }
 
-bool update_scale_by_kernels(const ScaleUpdate& update) {
+bool update_scale_cuda(const ScaleUpdate& update) {
   const auto& history = update.amax_history;
   if (!history.is_contiguous() || !update.scale.is_contiguous()) return false;
   const c10::cuda::CUDAGuard guard(history.device());
@@ -131,7 +131,7 @@ bool update_scale_by_kernels(const ScaleUpdate& update) {
                             .scale = update.scale.data_ptr<float>(),
                             .count = update.scale.numel(),
                             .largest = update.largest,
-                            .of_all_steps = update.of_all_steps};
+                            .uses_history_max = update.uses_history_max};
   C10_CUDA_CHECK(launch_update_scale(p, c10::cuda::getCurrentCUDAStream()));
   return true;
 }

@@ -5,11 +5,11 @@
 
 #include "torch_overlap/gemm/backend.h"
 
-// What GemmBackend has of quantization, by the kernels of quantize.h.
+// The quantization of GemmBackend, by the kernels of quantize.h.
 namespace torch_overlap::cuda {
 
-std::optional<std::pair<Quantized, at::Tensor>> quantize_by_kernels(const QuantizeCall& call);
-std::optional<at::Tensor> dequantize_by_kernels(const DequantizeCall& call);
-bool update_scale_by_kernels(const ScaleUpdate& update);
+std::optional<std::pair<Quantized, at::Tensor>> quantize_cuda(const QuantizeCall& call);
+std::optional<at::Tensor> dequantize_cuda(const DequantizeCall& call);
+bool update_scale_cuda(const ScaleUpdate& update);
 
 }  // namespace torch_overlap::cuda

@@ -9,11 +9,11 @@
 
 #include "torch_overlap/gemm/cuda/quantize.h"
 
-// Elements, magnitudes and scales of the quantizing kernels.
+// Elements, magnitudes and scales of the quantization kernels.
 //
-// A thread works on vectors of eight elements, kept as they were read. Magnitudes are compared as
-// integers, two at a time where they have 16 bits: in this order infinity lies above all numbers,
-// and NaN above infinity, so a NaN is never lost.
+// A thread processes vectors of eight elements, kept as they were read. Magnitudes are compared as
+// integers, two at a time if they have 16 bits: in this order infinity is larger than all numbers,
+// and NaN larger than infinity, so a NaN is never lost.
 namespace torch_overlap::cuda {
 
 inline constexpr int kVector = 8;
@@ -39,7 +39,8 @@ __device__ __forceinline__ float element(const Vector<T>& v, int i) {
   }
 }
 
-// `valid` elements from `from`, zeros behind them. `aligned`: whole vectors may be read at once.
+// Loads `valid` elements from `from`, followed by zeros. `aligned`: whole vectors can be loaded at
+// once.
 template <typename T>
 __device__ __forceinline__ Vector<T> load_vector(const T* from, int64_t valid, bool aligned) {
   Vector<T> v{};
@@ -54,17 +55,17 @@ __device__ __forceinline__ Vector<T> load_vector(const T* from, int64_t valid, b
     }
     return v;
   }
-  constexpr int in_word = sizeof(uint32_t) / sizeof(T);
+  constexpr int elements_per_word = sizeof(uint32_t) / sizeof(T);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if (i >= valid) break;
     uint32_t bits;
-    if constexpr (in_word == 1) {
+    if constexpr (elements_per_word == 1) {
       bits = __float_as_uint(from[i]);
     } else {
       bits = reinterpret_cast<const uint16_t*>(from)[i];
     }
-    v.words[i / in_word] |= bits << (16 * (i % in_word));
+    v.words[i / elements_per_word] |= bits << (16 * (i % elements_per_word));
   }
   return v;
 }
@@ -84,7 +85,7 @@ __device__ __forceinline__ void store_vector(uint8_t* to, uint2 bytes, int64_t v
 // --- Magnitudes: words of one fp32, or of two 16-bit numbers, without signs.
 
 template <typename T>
-__device__ __forceinline__ uint32_t without_signs(uint32_t word) {
+__device__ __forceinline__ uint32_t abs_bits(uint32_t word) {
   return word & (sizeof(T) == 4 ? 0x7fffffffU : 0x7fff7fffU);
 }
 
@@ -97,25 +98,26 @@ __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
   }
 }
 
-// The largest of a vector's elements: both halves of a word stand for any of them.
+// Returns the largest magnitude of a vector. With 16-bit elements it may be in either half of the
+// word.
 template <typename T>
-__device__ __forceinline__ uint32_t largest_of(const Vector<T>& v) {
-  uint32_t most = without_signs<T>(v.words[0]);
+__device__ __forceinline__ uint32_t vector_amax(const Vector<T>& v) {
+  uint32_t amax_bits = abs_bits<T>(v.words[0]);
 #pragma unroll
   for (int i = 1; i < Vector<T>::kWords; ++i) {
-    most = larger<T>(most, without_signs<T>(v.words[i]));
+    amax_bits = larger<T>(amax_bits, abs_bits<T>(v.words[i]));
   }
-  return most;
+  return amax_bits;
 }
 
-// Over lanes that differ in the bits of `lanes` - 1, or from `first` on.
+// Reduces over lanes that differ in the bits from `first` up to below `lanes`.
 template <typename T>
-__device__ __forceinline__ uint32_t largest_of_lanes(uint32_t most, int lanes, int first = 1) {
+__device__ __forceinline__ uint32_t warp_amax(uint32_t amax_bits, int lanes, int first = 1) {
 #pragma unroll
   for (int i = first; i < lanes; i *= 2) {
-    most = larger<T>(most, __shfl_xor_sync(0xffffffffU, most, i));
+    amax_bits = larger<T>(amax_bits, __shfl_xor_sync(0xffffffffU, amax_bits, i));
   }
-  return most;
+  return amax_bits;
 }
 
 template <typename T>
@@ -127,14 +129,14 @@ __device__ __forceinline__ uint32_t fp32_bits(uint16_t bits) {
   }
 }
 
-// The fp32 bits of the larger half.
+// Returns the fp32 bits of the larger half.
 template <typename T>
-__device__ __forceinline__ uint32_t magnitude(uint32_t most) {
+__device__ __forceinline__ uint32_t magnitude(uint32_t amax_bits) {
   if constexpr (sizeof(T) == 4) {
-    return most;
+    return amax_bits;
   } else {
-    const uint32_t low = most & 0xffffU;
-    const uint32_t high = most >> 16;
+    const uint32_t low = amax_bits & 0xffffU;
+    const uint32_t high = amax_bits >> 16;
     return fp32_bits<T>(static_cast<uint16_t>(low > high ? low : high));
   }
 }
@@ -142,20 +144,20 @@ __device__ __forceinline__ uint32_t magnitude(uint32_t most) {
 // --- Scales.
 
 template <bool e5m2>
-inline constexpr float kLargestValue = e5m2 ? 57344.0F : 448.0F;
+inline constexpr float kMaxFp8Value = e5m2 ? 57344.0F : 448.0F;
 
-// As scales_of() of quantize.cpp.
+// Same as scale_from_amax() of quantize.cpp.
 template <bool e5m2>
-__device__ __forceinline__ float scale_of(uint32_t largest, bool power_of_two) {
+__device__ __forceinline__ float scale_from_amax(uint32_t largest, bool power_of_two) {
   if (largest == 0 || largest >= kInfinityBits) return 1.0F;
   const float inverse = __frcp_rn(__uint_as_float(largest));
-  const float scale = fminf(__fmul_rn(inverse, kLargestValue<e5m2>), 0x1p126F);
+  const float scale = fminf(__fmul_rn(inverse, kMaxFp8Value<e5m2>), 0x1p126F);
   return power_of_two ? __uint_as_float(__float_as_uint(scale) & kInfinityBits) : scale;
 }
 
-// As exponent_bytes() of quantize.cpp. What is too small to be normal is below the range anyway.
+// Same as e8m0_from_amax() of quantize.cpp. Subnormal values are below the range anyway.
 template <bool e5m2>
-__device__ __forceinline__ int exponent_byte(uint32_t largest) {
+__device__ __forceinline__ int e8m0_from_amax_bits(uint32_t largest) {
   if (largest >= kInfinityBits) return largest == kInfinityBits ? 253 : 255;
   constexpr int exponent_of_largest = e5m2 ? 16 : 9;
   constexpr uint32_t seven_eighths = 0x600000;
@@ -164,11 +166,11 @@ __device__ __forceinline__ int exponent_byte(uint32_t largest) {
   return largest == 0 ? 0 : min(max(exponent + up, 0), 253);
 }
 
-__device__ __forceinline__ float scale_of_byte(int byte) {
+__device__ __forceinline__ float scale_from_e8m0(int byte) {
   return __uint_as_float(static_cast<uint32_t>(max(254 - byte, 1)) << 23);
 }
 
-// Where E8M0 scale (row, column) of `columns` lies in the order of the tensor cores.
+// Returns the index of E8M0 scale (row, column), of `columns` per row, in the swizzled order.
 __device__ __forceinline__ int64_t swizzled_index(int64_t row, int64_t column, int64_t columns) {
   const int64_t tile = row / 128 * ((columns + 3) / 4) + column / 4;
   return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
@@ -177,57 +179,57 @@ __device__ __forceinline__ int64_t swizzled_index(int64_t row, int64_t column, i
 // --- 8-bit values.
 
 template <bool e5m2>
-__device__ __forceinline__ uint32_t two_bytes(float low, float high) {
+__device__ __forceinline__ uint32_t to_fp8x2(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE,
                                   e5m2 ? __NV_E5M2 : __NV_E4M3);
 }
 
-// Eight of value(0) ... value(7).
+// Converts value(0) ... value(7).
 template <bool e5m2, typename Value>
-__device__ __forceinline__ uint2 eight_bytes(const Value& value) {
+__device__ __forceinline__ uint2 to_fp8x8(const Value& value) {
   uint2 bytes;
-  bytes.x = two_bytes<e5m2>(value(0), value(1)) | two_bytes<e5m2>(value(2), value(3)) << 16;
-  bytes.y = two_bytes<e5m2>(value(4), value(5)) | two_bytes<e5m2>(value(6), value(7)) << 16;
+  bytes.x = to_fp8x2<e5m2>(value(0), value(1)) | to_fp8x2<e5m2>(value(2), value(3)) << 16;
+  bytes.y = to_fp8x2<e5m2>(value(4), value(5)) | to_fp8x2<e5m2>(value(6), value(7)) << 16;
   return bytes;
 }
 
-// --- Types at run time to types of templates.
+// --- Dispatch of runtime types to template types.
 
 template <typename Call>
-cudaError_t with_type(WideType type, const Call& call) {
+cudaError_t dispatch_type(HighPrecisionType type, const Call& call) {
   switch (type) {
-    case WideType::kFloat:
+    case HighPrecisionType::kFloat:
       return call(float{});
-    case WideType::kHalf:
+    case HighPrecisionType::kHalf:
       return call(__half{});
-    case WideType::kBFloat16:
+    case HighPrecisionType::kBFloat16:
       return call(__nv_bfloat16{});
   }
   return cudaErrorInvalidValue;
 }
 
 template <typename Call>
-cudaError_t with_format(bool e5m2, const Call& call) {
+cudaError_t dispatch_format(bool e5m2, const Call& call) {
   return e5m2 ? call(std::true_type{}) : call(std::false_type{});
 }
 
-// `call` gets what Group<group>{} is.
-template <ScaleGroup group>
-using Group = std::integral_constant<ScaleGroup, group>;
+// Calls `call` with Group<group>{}.
+template <ScaleGranularity group>
+using Group = std::integral_constant<ScaleGranularity, group>;
 
 template <typename Call>
-cudaError_t with_group(ScaleGroup group, const Call& call) {
+cudaError_t dispatch_granularity(ScaleGranularity group, const Call& call) {
   switch (group) {
-    case ScaleGroup::kTensor:
-      return call(Group<ScaleGroup::kTensor>{});
-    case ScaleGroup::kRow:
-      return call(Group<ScaleGroup::kRow>{});
-    case ScaleGroup::kRow128:
-      return call(Group<ScaleGroup::kRow128>{});
-    case ScaleGroup::kBlock128:
-      return call(Group<ScaleGroup::kBlock128>{});
-    case ScaleGroup::kRow32:
-      return call(Group<ScaleGroup::kRow32>{});
+    case ScaleGranularity::kTensor:
+      return call(Group<ScaleGranularity::kTensor>{});
+    case ScaleGranularity::kRow:
+      return call(Group<ScaleGranularity::kRow>{});
+    case ScaleGranularity::kRow128:
+      return call(Group<ScaleGranularity::kRow128>{});
+    case ScaleGranularity::kBlock128:
+      return call(Group<ScaleGranularity::kBlock128>{});
+    case ScaleGranularity::kRow32:
+      return call(Group<ScaleGranularity::kRow32>{});
   }
   return cudaErrorInvalidValue;
 }
@@ -236,9 +238,9 @@ inline bool is_aligned(const void* memory, size_t bytes) {
   return reinterpret_cast<uintptr_t>(memory) % bytes == 0;
 }
 
-// Whether each row of x begins where vectors are read at once.
+// True if each row of x is aligned for loads of whole vectors.
 template <typename T>
-bool reads_vectors(const QuantizeParams& p) {
+bool has_aligned_rows(const QuantizeParams& p) {
   return is_aligned(p.x, 16) && p.columns * static_cast<int64_t>(sizeof(T)) % 16 == 0;
 }
 

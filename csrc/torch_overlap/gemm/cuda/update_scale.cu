@@ -7,10 +7,10 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// NaN, once seen, stays.
+// Returns the larger value. Keeps a NaN.
 __device__ __forceinline__ float larger(float a, float b) { return a >= b || isnan(a) ? a : b; }
 
-// A thread has one scale and its column of the history.
+// A thread updates one scale, and its column of the history.
 __global__ void __launch_bounds__(kThreads)
     update_scale_kernel(const __grid_constant__ ScaleUpdateParams p) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads)
   float amax = newest;
   for (int64_t step = 1; step < p.length; ++step) {
     const float of_step = history[step * p.count];
-    if (p.of_all_steps) amax = larger(amax, of_step);
+    if (p.uses_history_max) amax = larger(amax, of_step);
     if (step > 1) history[(step - 1) * p.count] = of_step;
   }
   if (p.length > 1) history[(p.length - 1) * p.count] = newest;

@@ -5,7 +5,8 @@
 
 #include "torch_overlap/gemm/sm90/params.h"
 
-// What becomes of a product in registers before it is rounded. Two neighbours of a row at a time.
+// The epilogue of a product in registers, before it is rounded. Processes two neighbours of a row
+// at a time.
 namespace torch_overlap::sm90 {
 
 __device__ __forceinline__ uint32_t pack(__nv_bfloat16, float a, float b) {
@@ -29,13 +30,13 @@ __device__ __forceinline__ void unpack(__half, uint32_t both, float& a, float& b
 __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
 __device__ __forceinline__ float widen(__half value) { return __half2float(value); }
 
-__device__ __forceinline__ float vector_at(const void* vector, VectorType type, int i) {
-  if (type == VectorType::f32) return static_cast<const float*>(vector)[i];
-  if (type == VectorType::f16) return widen(static_cast<const __half*>(vector)[i]);
+__device__ __forceinline__ float load_element(const void* vector, ElementType type, int i) {
+  if (type == ElementType::f32) return static_cast<const float*>(vector)[i];
+  if (type == ElementType::f16) return widen(static_cast<const __half*>(vector)[i]);
   return widen(static_cast<const __nv_bfloat16*>(vector)[i]);
 }
 
-// What 8-bit operands are scaled by, together; 1 where each row has its own.
+// Returns the product of the scales of both 8-bit operands; 1 if each row has its own.
 __device__ __forceinline__ float scale_of(const Epilogue& e) {
   return e.scaled_by_row ? 1.0F : *e.lhs_scale * *e.rhs_scale;
 }
@@ -46,9 +47,9 @@ __device__ __forceinline__ void multiply_by(float factor, float (&sums)[n]) {
   for (float& sum : sums) sum *= factor;
 }
 
-// Of 64 x 2 n sums of a warpgroup that begin at `column`; row 0 has the factor `lhs_scale[0]`, and
-// there are `rows`. A lane reads the factors of two columns in 64, and the others ask it for them:
-// loads of its own for every sum would take the registers that the sums need.
+// Scales 64 x 2 n sums of a warpgroup that begin at `column`. `lhs_scale` are the scales of its
+// `rows` rows. A lane loads the scales of two of 64 columns, and the others get them by shuffles:
+// separate loads for every sum would take the registers that the sums need.
 template <int n>
 __device__ __forceinline__ void scale_by_row(const GemmParams& p, float (&sums)[n],
                                              const float* lhs_scale, int rows, int column) {
@@ -81,18 +82,18 @@ __device__ __forceinline__ float gelu(float x) {
   return x / (1.0F + __expf(-2.0F * u));
 }
 
-// Applies the epilogue to 64 x 64 sums of a warpgroup, or as many columns as there are, that begin
-// at `column`: sums[4 * i + 2 * half + j] is the one of column 8 * i + 2 * (lane % 4) + j.
+// Applies the epilogue to 64 x 64 sums of a warpgroup that begin at `column`, or to fewer columns
+// if the warpgroup has fewer: sums[4 * i + 2 * half + j] is in column 8 * i + 2 * (lane % 4) + j.
 template <int n>
 __device__ __forceinline__ void apply_epilogue(const GemmParams& p, float (&sums)[n], int chunk,
                                                int column) {
   const Epilogue& e = p.epilogue;
   const int left = column + 2 * (static_cast<int>(threadIdx.x) % 4);
-  if (e.bias_type != VectorType::none) {
+  if (e.bias_type != ElementType::none) {
 #pragma unroll
     for (int i = 0; i < 16 && chunk * 32 + 2 * i < n; ++i) {
       const int at = left + 8 * (i / 2) + i % 2;
-      const float bias = at < p.n ? vector_at(e.bias, e.bias_type, at) : 0.0F;
+      const float bias = at < p.n ? load_element(e.bias, e.bias_type, at) : 0.0F;
       sums[chunk * 32 + 4 * (i / 2) + i % 2] += bias;
       sums[chunk * 32 + 4 * (i / 2) + 2 + i % 2] += bias;
     }

@@ -4,30 +4,30 @@
 
 #include <cstdint>
 
-// What our GEMM kernels for Hopper take, for the host and for kernels.
+// Parameters of this project's GEMM kernels for Hopper, for the host and for kernels.
 namespace torch_overlap::sm90 {
 
-enum class VectorType : int { none, f32, f16, bf16 };
+enum class ElementType : int { none, f32, f16, bf16 };
 
-// Each warp stores so many rows of outputs at a time.
+// Number of rows of outputs that a warp stores at a time.
 inline constexpr int kWarpRows = 16;
 
-// What is added to outputs is loaded by so many rows and columns.
+// Number of rows, and of columns, of an addend that are loaded at a time.
 inline constexpr int kAddendRows = 64;
 
-// What becomes of the product before it is rounded, in this order.
+// Epilogue: applied to the product before it is rounded, in this order.
 struct Epilogue {
-  // Of 8-bit operands: what the values of each are to be multiplied by, one fp32 element, or one
-  // for each row of lhs and column of the product.
+  // Scales of 8-bit operands: one fp32 element each, or one per row of lhs and per column of the
+  // result.
   const float* lhs_scale;
   const float* rhs_scale;
   bool scaled_by_row;
   const void* bias;  // [n]; null: none
-  VectorType bias_type;
+  ElementType bias_type;
   bool gelu;
 };
 
-// One matrix product out [m, n] = epilogue(lhs [m, k] rhs [k, n]).
+// A GEMM: out [m, n] = epilogue(lhs [m, k] rhs [k, n]).
 struct GemmParams {
   CUtensorMap lhs;
   CUtensorMap rhs;
@@ -35,20 +35,20 @@ struct GemmParams {
   int m;
   int n;
   int k;
-  // Tiles of so many rows are computed one after the other before the next columns: what they read
-  // stays in L2.
+  // Number of rows of tiles that are computed before the next columns, so that what they read stays
+  // in L2.
   int row_group;
-  bool plain;  // nothing to do in the epilogue but for scales
+  bool plain;  // no epilogue except scales
   Epilogue epilogue;
 };
 
-// One of few rows, [m, k] by the transpose of a weight [n, k].
-struct FewRowsParams {
-  CUtensorMap weight;  // boxes of all features of a tile, or of 64 x 64 where it is not along k
-  CUtensorMap rows;    // boxes of as many as the kernel takes
+// A GEMM with few rows, [m, k] by the transpose of a weight [n, k].
+struct SmallMParams {
+  CUtensorMap weight;  // boxes of all features of a tile, or of 64 x 64 if it is not K-major
+  CUtensorMap rows;    // boxes of the kernel's number of rows
   int m;
   int n;
-  int stages;  // of all of k, at least one for each part of it
+  int stages;  // stages of all of k, at least one per part of it
 };
 
 // out = epilogue(lhs rhs) + residual, [m, n] too. The sum is rounded once.

@@ -4,7 +4,7 @@
 
 #include "torch_overlap/gemm/sm90/kernels.h"
 
-// Torch's types as our kernels name them.
+// Conversions from torch's types to those of the kernels.
 namespace torch_overlap::sm90 {
 
 constexpr bool is_8_bit(at::ScalarType type) {
@@ -24,20 +24,20 @@ constexpr OperandType operand_type(at::ScalarType type) {
   }
 }
 
-constexpr VectorType vector_type(at::ScalarType type) {
+constexpr ElementType element_type(at::ScalarType type) {
   switch (type) {
     case at::kHalf:
-      return VectorType::f16;
+      return ElementType::f16;
     case at::kBFloat16:
-      return VectorType::bf16;
+      return ElementType::bf16;
     default:
-      return VectorType::f32;
+      return ElementType::f32;
   }
 }
 
-// Whether kernels multiply such operands into such a result: 16-bit ones of one type, or 8-bit ones
-// of which one may be e5m2 into either 16-bit type.
-constexpr bool multiplies(at::ScalarType lhs, at::ScalarType rhs, at::ScalarType out) {
+// True if kernels support these types: 16-bit operands and result of one type, or 8-bit operands of
+// which at most one is e5m2, into either 16-bit type.
+constexpr bool supports_types(at::ScalarType lhs, at::ScalarType rhs, at::ScalarType out) {
   const bool out_is_16_bit = out == at::kBFloat16 || out == at::kHalf;
   if (is_8_bit(lhs) && is_8_bit(rhs)) {
     return out_is_16_bit && (lhs == at::kFloat8_e4m3fn || rhs == at::kFloat8_e4m3fn);

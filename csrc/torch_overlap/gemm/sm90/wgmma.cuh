@@ -2,13 +2,13 @@
 
 #include <cstdint>
 
-// Products of a warpgroup (PTX ISA, wgmma.mma_async): d [64, n] += a [64, k] b [k, n], both
-// operands in shared memory under the 128-byte swizzle, or b under the 64-byte one, k as long as 32
-// bytes. A thread holds n / 2 of d: of rows 16 * warp + lane / 4 (+ 8) the columns 8 * i + 2 *
-// (lane % 4) (+ 1) in d[4 * i + 2 * row + column].
+// MMA of a warpgroup (PTX ISA, wgmma.mma_async): d [64, n] += a [64, k] b [k, n]. Both operands are
+// in shared memory under the 128-byte swizzle, or b under the 64-byte one; k is 32 bytes. A thread
+// holds n / 2 elements of d: those of rows 16 * warp + lane / 4 (+ 8) and columns 8 * i + 2 * (lane
+// % 4) (+ 1) in d[4 * i + 2 * row + column].
 namespace torch_overlap::sm90 {
 
-// Types of the operands; the name is that of the instruction. 8-bit ones run along k, both.
+// Types of the operands, named like the instruction's. 8-bit operands must both be K-major.
 struct Bf16 {
   static constexpr int kBytes = 2;
 };
@@ -26,19 +26,18 @@ struct E5m2E4m3 {
 };
 
 template <int n>
-struct Columns {};
+struct WgmmaN {};
 
-// An operand whose rows run along k: rows of 128 bytes, each 8 rows 1024 bytes, one behind the
-// other.
-__device__ __forceinline__ uint64_t descriptor_k(uint32_t address) {
+// Descriptor of a K-major operand: rows of 128 bytes, in consecutive groups of 8 rows (1024 bytes).
+__device__ __forceinline__ uint64_t make_k_major_descriptor(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (uint64_t{1} << 16) |
          (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
 }
 
-// One whose rows run along m or n: blocks of 64 elements (128 bytes, which is their swizzle) or 32
-// (64 bytes) wide and 64 rows (of k) deep, one behind the other.
+// Descriptor of an MN-major operand: consecutive blocks, 64 elements (128 bytes, 128-byte swizzle)
+// or 32 elements (64 bytes, 64-byte swizzle) wide and 64 rows (of k) deep.
 template <int kBlock>
-__device__ __forceinline__ uint64_t descriptor_mn(uint32_t address) {
+__device__ __forceinline__ uint64_t make_mn_major_descriptor(uint32_t address) {
   static_assert(kBlock == 64 || kBlock == 32);
   constexpr uint64_t kSwizzle = kBlock == 64 ? 1 : 2;
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (uint64_t{kBlock * 128 >> 4} << 16) |
@@ -51,15 +50,15 @@ __device__ __forceinline__ void wgmma_fence() {
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// All but the last n groups are done.
+// Waits until all but the last n groups are done.
 template <int n>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
 }
 
-// The compiler may not move what is written to d across this.
+// Keeps the compiler from moving accesses of d across this point.
 template <int n>
-__device__ __forceinline__ void hold(float (&d)[n]) {
+__device__ __forceinline__ void warpgroup_fence_operand(float (&d)[n]) {
 #pragma unroll
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
@@ -88,35 +87,35 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
 #define TO_D_112 TO_D32(0), TO_D32(32), TO_D32(64), TO_D16(96)
 #define TO_D_128 TO_D32(0), TO_D32(32), TO_D32(64), TO_D32(96)
 
-// a, b, accumulate and the two orientations are the operands behind those of d.
-#define TO_WGMMA_16(tag, type, n, half, a, b, accumulate, turn_a, turn_b)                                                       \
-  template <int lhs_turned, int rhs_turned>                                                                                     \
-  __device__ __forceinline__ void wgmma(tag, Columns<n>, float (&d)[half], uint64_t lhs, uint64_t rhs, bool adds) {             \
+// The operands of the asm after those of d: a, b, accumulate and the two orientations.
+#define DEFINE_WGMMA_16(tag, type, n, half, a, b, accumulate, trans_a, trans_b)                                                       \
+  template <int is_lhs_transposed, int is_rhs_transposed>                                                                                     \
+  __device__ __forceinline__ void wgmma(tag, WgmmaN<n>, float (&d)[half], uint64_t lhs, uint64_t rhs, bool adds) {             \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate ", 0;\n"                                                      \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type " {" TO_NAMES_##half "}, %" #a ", %" #b                 \
-                 ", p, 1, 1, %" #turn_a ", %" #turn_b ";\n}"                                                                    \
-                 : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)), "n"(lhs_turned), "n"(rhs_turned));            \
+                 ", p, 1, 1, %" #trans_a ", %" #trans_b ";\n}"                                                                    \
+                 : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)), "n"(is_lhs_transposed), "n"(is_rhs_transposed));            \
   }
-#define TO_WGMMA_OF_16(tag, type)                           \
-  TO_WGMMA_16(tag, type, 16, 8, 8, 9, 10, 11, 12)           \
-  TO_WGMMA_16(tag, type, 32, 16, 16, 17, 18, 19, 20)        \
-  TO_WGMMA_16(tag, type, 64, 32, 32, 33, 34, 35, 36)        \
-  TO_WGMMA_16(tag, type, 128, 64, 64, 65, 66, 67, 68)       \
-  TO_WGMMA_16(tag, type, 192, 96, 96, 97, 98, 99, 100)      \
-  TO_WGMMA_16(tag, type, 224, 112, 112, 113, 114, 115, 116) \
-  TO_WGMMA_16(tag, type, 256, 128, 128, 129, 130, 131, 132)
+#define DEFINE_WGMMA_16_BIT(tag, type)                           \
+  DEFINE_WGMMA_16(tag, type, 16, 8, 8, 9, 10, 11, 12)           \
+  DEFINE_WGMMA_16(tag, type, 32, 16, 16, 17, 18, 19, 20)        \
+  DEFINE_WGMMA_16(tag, type, 64, 32, 32, 33, 34, 35, 36)        \
+  DEFINE_WGMMA_16(tag, type, 128, 64, 64, 65, 66, 67, 68)       \
+  DEFINE_WGMMA_16(tag, type, 192, 96, 96, 97, 98, 99, 100)      \
+  DEFINE_WGMMA_16(tag, type, 224, 112, 112, 113, 114, 115, 116) \
+  DEFINE_WGMMA_16(tag, type, 256, 128, 128, 129, 130, 131, 132)
 
-// The same without orientations: there is one.
+// The same without orientations: both operands are K-major.
 #define TO_WGMMA_8(tag, type, n, half, a, b, accumulate)                                                                        \
-  template <int lhs_turned, int rhs_turned>                                                                                     \
-  __device__ __forceinline__ void wgmma(tag, Columns<n>, float (&d)[half], uint64_t lhs, uint64_t rhs, bool adds) {             \
-    static_assert(lhs_turned == 0 && rhs_turned == 0);                                                                          \
+  template <int is_lhs_transposed, int is_rhs_transposed>                                                                                     \
+  __device__ __forceinline__ void wgmma(tag, WgmmaN<n>, float (&d)[half], uint64_t lhs, uint64_t rhs, bool adds) {             \
+    static_assert(is_lhs_transposed == 0 && is_rhs_transposed == 0);                                                                          \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate ", 0;\n"                                                      \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32." type " {" TO_NAMES_##half "}, %" #a ", %" #b                 \
                  ", p, 1, 1;\n}"                                                                                                \
                  : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)));                                              \
   }
-#define TO_WGMMA_OF_8(tag, type)                 \
+#define DEFINE_WGMMA_8_BIT(tag, type)                 \
   TO_WGMMA_8(tag, type, 16, 8, 8, 9, 10)         \
   TO_WGMMA_8(tag, type, 32, 16, 16, 17, 18)      \
   TO_WGMMA_8(tag, type, 64, 32, 32, 33, 34)      \
@@ -125,11 +124,11 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
   TO_WGMMA_8(tag, type, 224, 112, 112, 113, 114) \
   TO_WGMMA_8(tag, type, 256, 128, 128, 129, 130)
 
-TO_WGMMA_OF_16(Bf16, "bf16.bf16")
-TO_WGMMA_OF_16(F16, "f16.f16")
-TO_WGMMA_OF_8(E4m3E4m3, "e4m3.e4m3")
-TO_WGMMA_OF_8(E4m3E5m2, "e4m3.e5m2")
-TO_WGMMA_OF_8(E5m2E4m3, "e5m2.e4m3")
+DEFINE_WGMMA_16_BIT(Bf16, "bf16.bf16")
+DEFINE_WGMMA_16_BIT(F16, "f16.f16")
+DEFINE_WGMMA_8_BIT(E4m3E4m3, "e4m3.e4m3")
+DEFINE_WGMMA_8_BIT(E4m3E5m2, "e4m3.e5m2")
+DEFINE_WGMMA_8_BIT(E5m2E4m3, "e5m2.e4m3")
 
 #undef TO_TEN
 #undef TO_D4
@@ -149,10 +148,10 @@ TO_WGMMA_OF_8(E5m2E4m3, "e5m2.e4m3")
 #undef TO_D_96
 #undef TO_D_112
 #undef TO_D_128
-#undef TO_WGMMA_16
-#undef TO_WGMMA_OF_16
+#undef DEFINE_WGMMA_16
+#undef DEFINE_WGMMA_16_BIT
 #undef TO_WGMMA_8
-#undef TO_WGMMA_OF_8
+#undef DEFINE_WGMMA_8_BIT
 // clang-format on
 
 }  // namespace torch_overlap::sm90

@@ -8,11 +8,11 @@ namespace {
 class CpuOverlapDevice final : public OverlapDevice {
  public:
   std::unique_ptr<Lanes> make_lanes(c10::Device, const LaneOptions& options) override {
-    return std::make_unique<HostLanes>(options.computes);
+    return std::make_unique<HostLanes>(options.num_compute_lanes);
   }
 
   std::unique_ptr<Transport> make_transport(std::shared_ptr<SymmetricMemory> memory,
-                                            const DirectOptions& options) override {
+                                            const PeerMappedOptions& options) override {
     return std::make_unique<CpuTransport>(std::move(memory), options);
   }
 

@@ -15,19 +15,19 @@ namespace {
 std::atomic<uint64_t> interleaving_seed{0};
 std::atomic<uint64_t> interleaved_operations{0};
 
-// A mark: the lane, and how many items were put there before.
+// A mark encodes the lane and the number of items that were enqueued there before.
 constexpr int kLaneBits = 8;
 
 }  // namespace
 
 void set_interleaving(uint64_t seed) { interleaving_seed = seed; }
 
-HostLanes::HostLanes(int computes) : Lanes(computes), queues_(count()) {}
+HostLanes::HostLanes(int num_compute_lanes) : Lanes(num_compute_lanes), queues_(count()) {}
 
-void HostLanes::fork(bool as_one) {
+void HostLanes::fork(bool single_lane) {
   const uint64_t seed = interleaving_seed;
   shuffles_ = seed != 0;
-  as_one_ = as_one && !shuffles_;
+  single_lane_ = single_lane && !shuffles_;
   if (shuffles_) random_.seed(seed + 0x9E3779B97F4A7C15ULL * ++interleaved_operations);
 }
 
@@ -42,7 +42,7 @@ void HostLanes::run(int lane, std::string_view name, std::function<void()> work)
 }
 
 Lanes::Mark HostLanes::mark(int lane) {
-  return queue_of(lane).put << kLaneBits | static_cast<Mark>(as_one_ ? 0 : lane);
+  return queue_of(lane).put << kLaneBits | static_cast<Mark>(single_lane_ ? 0 : lane);
 }
 
 void HostLanes::after(int lane, Mark mark) {
@@ -53,7 +53,7 @@ void HostLanes::after(int lane, Mark mark) {
 void HostLanes::wait(int lane, std::shared_ptr<WorkPtr> work) {
   until(lane, [work] { return !*work || (*work)->is_completed(); });
   run(lane, "wait", [work] {
-    if (*work) (*work)->wait();  // throws what went wrong
+    if (*work) (*work)->wait();  // throws the error of the work
   });
 }
 
@@ -76,8 +76,8 @@ bool HostLanes::advance(Queue& queue) {
   return true;
 }
 
-void HostLanes::work_off(const std::function<bool()>& is_done) {
-  // Communication first: what it starts goes on while products are computed.
+void HostLanes::run_until(const std::function<bool()>& is_done) {
+  // Communication first: what it starts progresses while GEMMs run.
   std::vector<size_t> order(queues_.size());
   std::iota(order.rbegin(), order.rend(), 0);
   try {
@@ -85,7 +85,7 @@ void HostLanes::work_off(const std::function<bool()>& is_done) {
       if (shuffles_) std::shuffle(order.begin(), order.end(), random_);
       const bool advanced =
           std::any_of(order.begin(), order.end(), [this](size_t i) { return advance(queues_[i]); });
-      if (!advanced) std::this_thread::yield();  // another rank's turn
+      if (!advanced) std::this_thread::yield();  // lets other ranks run
     }
   } catch (...) {
     cancel();
@@ -94,14 +94,14 @@ void HostLanes::work_off(const std::function<bool()>& is_done) {
 }
 
 void HostLanes::join() {
-  work_off([this] {
+  run_until([this] {
     return std::all_of(queues_.begin(), queues_.end(),
                        [](const Queue& queue) { return queue.items.empty(); });
   });
 }
 
-void HostLanes::settle(int lane) {
-  work_off([&queue = queue_of(lane), put = queue_of(lane).put] { return queue.done >= put; });
+void HostLanes::join_lane(int lane) {
+  run_until([&queue = queue_of(lane), put = queue_of(lane).put] { return queue.done >= put; });
 }
 
 void HostLanes::cancel() noexcept {

@@ -14,7 +14,7 @@ namespace torch_overlap {
 using Clock = std::chrono::steady_clock;
 
 namespace {
-constexpr unsigned int kPollsBetweenLooks = 1024;
+constexpr unsigned int kPollsPerCheck = 1024;
 }  // namespace
 
 template <typename Word>
@@ -24,16 +24,16 @@ std::atomic_ref<Word> CpuTransport::word(int rank, int64_t at) const {
 }
 
 template <typename Load>
-std::function<bool()> CpuTransport::reaches(Load load, uint32_t epoch, int rank,
-                                            std::string_view does) const {
+std::function<bool()> CpuTransport::make_epoch_poll(Load load, uint32_t epoch, int rank,
+                                                    std::string_view does) const {
   return [this, load, epoch, rank, does, until = Clock::time_point(), asked = 0U]() mutable {
-    // Now and then: an abort of the communicator ends the wait, or that the rank has left. Asked
-    // before it is looked: it may have done its part, and then left.
-    const bool looks = ++asked % kPollsBetweenLooks == 0;
-    const std::string left = looks ? options_.group->why_left(rank) : "";
+    // Every kPollsPerCheck polls: an abort of the communicator, or the departure of the rank, ends
+    // the wait. The departure is read before the word: a rank may do its part and then leave.
+    const bool looks = ++asked % kPollsPerCheck == 0;
+    const std::string left = looks ? options_.group->departure_reason(rank) : "";
     const uint32_t seen = load();
-    if (reached(seen, epoch)) return true;
-    if (looks) options_.group->require_active(memory_->name());  // the own end comes first
+    if (has_reached(seen, epoch)) return true;
+    if (looks) options_.group->require_active(memory_->name());  // own abort first
     TORCH_OVERLAP_CHECK(left.empty(), kRuntime, memory_->name(), ": ", left);
     const auto now = Clock::now();
     const auto timeout = options_.group->timeout();
@@ -45,35 +45,36 @@ std::function<bool()> CpuTransport::reaches(Load load, uint32_t epoch, int rank,
   };
 }
 
-void CpuTransport::begin(const Begin& operation) {
-  const uint32_t said = operation.word();
+void CpuTransport::begin(const EntryPayload& operation) {
+  const uint32_t payload = operation.word();
   ++epoch_;
-  raisers_.clear();
+  flag_senders_.clear();
   const auto entry = [this](int on, int of, uint32_t epoch) {
-    const auto at = static_cast<int64_t>(sizeof(BegunEntry)) * entry_at(epoch);
-    return word<BegunEntry>(on, options_.layout.begun_at(of) + at);
+    const auto at = static_cast<int64_t>(sizeof(EntryFlag)) * entry_slot(epoch);
+    return word<EntryFlag>(on, options_.layout.entry_flags_offset(of) + at);
   };
   const int here = memory_->rank();
   for (int rank = 0; rank < memory_->size(); ++rank) {
-    entry(rank, here, epoch_).store(entry_of(epoch_, said), std::memory_order_release);
+    entry(rank, here, epoch_).store(make_entry_flag(epoch_, payload), std::memory_order_release);
   }
   for (int rank = 0; rank < memory_->size(); ++rank) {
     if (rank == here) continue;
     const auto last = [entry, here, rank, epoch = epoch_] {
       const uint32_t now = epoch_of(entry(here, rank, epoch).load(std::memory_order_acquire));
-      return later_of(now, epoch_of(entry(here, rank, epoch - 1).load()));
+      return later_epoch(now, epoch_of(entry(here, rank, epoch - 1).load()));
     };
-    const auto has_begun = reaches(last, epoch_, rank, "begin");
+    const auto has_begun = make_epoch_poll(last, epoch_, rank, "begin");
     while (!has_begun()) std::this_thread::yield();
-    const uint32_t seen = said_of(entry(here, rank, epoch_).load());
-    TORCH_OVERLAP_CHECK(seen == said, kValue,
-                        describe_unlike_begins(memory_->name(), operation, concat("on rank ", here),
-                                               Begin::of(seen), rank));
+    const uint32_t seen = payload_of(entry(here, rank, epoch_).load());
+    TORCH_OVERLAP_CHECK(
+        seen == payload, kValue,
+        describe_entry_mismatch(memory_->name(), operation, concat("on rank ", here),
+                                EntryPayload::of(seen), rank));
   }
 }
 
 void CpuTransport::exchange(Lanes& lanes, int lane, const Move& move) {
-  raisers_.insert_or_assign(move.get_flag, move.from);
+  flag_senders_.insert_or_assign(move.get_flag, move.from);
   lanes.run(lane, "exchange", [this, move] {
     auto* there = static_cast<std::byte*>(memory_->pointer(move.to)) + move.at;
     const at::Tensor& give = move.give;
@@ -88,28 +89,28 @@ void CpuTransport::exchange(Lanes& lanes, int lane, const Move& move) {
         here += give.stride(0) * element;
       }
     }
-    if (move.flag == kUntold) return;
-    word<uint32_t>(move.to, options_.layout.flag_at(move.flag))
+    if (move.flag == kNoFlag) return;
+    word<uint32_t>(move.to, options_.layout.flag_offset(move.flag))
         .store(epoch_, std::memory_order_release);
   });
 }
 
-void CpuTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags) {
+void CpuTransport::wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) {
   auto& host = static_cast<HostLanes&>(lanes);
   for (const int flag : flags) {
-    const auto found = raisers_.find(flag);
-    const int from = found == raisers_.end() ? flag % memory_->size() : found->second;
-    const auto raised = [this, at = options_.layout.flag_at(flag)] {
+    const auto found = flag_senders_.find(flag);
+    const int from = found == flag_senders_.end() ? flag % memory_->size() : found->second;
+    const auto raised = [this, at = options_.layout.flag_offset(flag)] {
       return word<uint32_t>(memory_->rank(), at).load(std::memory_order_acquire);
     };
-    host.until(lane, reaches(raised, epoch_, from, "do its part of"));
+    host.until(lane, make_epoch_poll(raised, epoch_, from, "do its part of"));
   }
 }
 
 void CpuTransport::post(Lanes& lanes, int lane, int flag) {
   lanes.run(lane, "post", [this, flag] {
     for (int rank = 0; rank < memory_->size(); ++rank) {
-      word<uint32_t>(rank, options_.layout.flag_at(flag + memory_->rank()))
+      word<uint32_t>(rank, options_.layout.flag_offset(flag + memory_->rank()))
           .store(epoch_, std::memory_order_release);
     }
   });

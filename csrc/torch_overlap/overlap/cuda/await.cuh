@@ -1,73 +1,76 @@
 #pragma once
 
-#include "torch_overlap/overlap/cuda/words.h"
+#include "torch_overlap/overlap/cuda/channel_words.h"
 #include "torch_overlap/symm/cuda/wait_device.h"
 #include "torch_overlap/symm/entry.h"
 
-// How kernels of overlapped operations wait for a word of another rank: a flag, which is an epoch,
-// or an entry. For .cu files.
+// Waits of the kernels of overlapped operations for a word of another rank: a flag, which is an
+// epoch, or an entry flag. For .cu files.
 namespace torch_overlap::cuda {
 
-// How often a word is looked at without naps: it comes soon as a rule.
-inline constexpr int kLooksWithoutNaps = 64;
+// Number of polls without sleeping, because the word usually arrives soon.
+inline constexpr int kSpinPolls = 64;
 
-// Whether it does, and what was seen last. The looks are at the word alone: whether a rank has
-// gone, or a wait has failed, would be another trip to memory between two of them.
+// Returns true if the word reaches the epoch within kSpinPolls polls. `seen` is the last value.
+// Polls only the word: checks for an aborted rank or a failed wait would add a round trip to memory
+// between two polls.
 template <typename Word>
-__device__ __forceinline__ bool comes_soon(const Word* word, uint32_t epoch, Word& seen) {
+__device__ __forceinline__ bool spin_until_epoch(const Word* word, uint32_t epoch, Word& seen) {
 #pragma unroll 1
-  for (int look = 0; look < kLooksWithoutNaps; ++look) {
+  for (int look = 0; look < kSpinPolls; ++look) {
     seen = load_acquire(word);
-    if (reached(seen, epoch)) return true;
+    if (has_reached(seen, epoch)) return true;
   }
   return false;
 }
 
-// To which operation a rank has come that has not come to the one of this epoch: for errors.
-__device__ __forceinline__ uint32_t come_to(const uint32_t* /*word*/, uint32_t seen,
-                                            uint32_t /*epoch*/) {
+// Returns the last epoch that a rank has reached if it has not reached `epoch`: for error messages.
+__device__ __forceinline__ uint32_t arrived_epoch(const uint32_t* /*word*/, uint32_t seen,
+                                                  uint32_t /*epoch*/) {
   return seen;
 }
-__device__ __forceinline__ uint32_t come_to(const BegunEntry* word, BegunEntry seen,
-                                            uint32_t epoch) {
-  return later_of(epoch_of(seen), epoch_of(load_acquire(word + to_other_entry(epoch))));
+__device__ __forceinline__ uint32_t arrived_epoch(const EntryFlag* word, EntryFlag seen,
+                                                  uint32_t epoch) {
+  return later_epoch(epoch_of(seen), epoch_of(load_acquire(word + other_entry_offset(epoch))));
 }
 
-// Of a word that has been looked at so often. Returns what was seen last, which has not reached the
-// epoch if a wait has failed.
+// Slow path of await_word(), after it has polled the word. Returns the last value seen, which has
+// not reached the epoch if a wait has failed.
 template <typename Word>
 __device__ Word await_late_word(const ChannelWords& words, const Word* word, uint32_t epoch,
                                 WaitKind kind, int peer, const WaitControl& control,
-                                uint64_t look_at_host_ns = kLookAtHostNs) {
-  const uint32_t* const gone = words.gone;
+                                uint64_t host_poll_interval_ns = kHostPollIntervalNs) {
+  const uint32_t* const abort_flag = words.abort_flag;
   Word seen;
-  const WaitEnd end = look_until(
+  const WaitResult end = poll_until(
       control, word,
-      [epoch, gone](Word now) { return reached(now, epoch) || load_acquire(gone) != 0; },
-      look_at_host_ns, seen);
-  if (end == WaitEnd::failed) return seen;
-  const bool is_late = end == WaitEnd::expired;
+      [epoch, abort_flag](Word now) {
+        return has_reached(now, epoch) || load_acquire(abort_flag) != 0;
+      },
+      host_poll_interval_ns, seen);
+  if (end == WaitResult::failed) return seen;
+  const bool is_late = end == WaitResult::expired;
   if (!is_late) {
-    // A rank that has gone since then has done its part of this.
+    // A rank that has aborted since may have signaled this operation before.
     seen = load_acquire(word);
-    if (reached(seen, epoch)) return seen;
+    if (has_reached(seen, epoch)) return seen;
   }
   WaitRecord what{};
-  what.kind = is_late ? kind : WaitKind::gone;
-  what.window = words.id;
+  what.kind = is_late ? kind : WaitKind::peer_aborted;
+  what.memory_id = words.id;
   what.peer = peer;
   what.expected = epoch;
-  give_up(control, what, come_to(word, seen, epoch));
+  record_failure(control, what, arrived_epoch(word, seen, epoch));
   return seen;
 }
 
 template <typename Word>
 __device__ Word await_word(const ChannelWords& words, const Word* word, uint32_t epoch,
                            WaitKind kind, int peer, const WaitControl& control,
-                           uint64_t look_at_host_ns = kLookAtHostNs) {
+                           uint64_t host_poll_interval_ns = kHostPollIntervalNs) {
   Word seen;
-  if (comes_soon(word, epoch, seen)) return seen;
-  return await_late_word(words, word, epoch, kind, peer, control, look_at_host_ns);
+  if (spin_until_epoch(word, epoch, seen)) return seen;
+  return await_late_word(words, word, epoch, kind, peer, control, host_poll_interval_ns);
 }
 
 }  // namespace torch_overlap::cuda

@@ -2,16 +2,16 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/comm/backends/nccl/graveyard.h"
+#include "torch_overlap/comm/backends/nccl/deferred_deleter.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
-#include "torch_overlap/overlap/cuda/direct_host.h"
 #include "torch_overlap/overlap/cuda/fused_host.h"
 #include "torch_overlap/overlap/cuda/fused_operands.h"
 #include "torch_overlap/overlap/cuda/kernels.h"
 #include "torch_overlap/overlap/cuda/lanes.h"
+#include "torch_overlap/overlap/cuda/low_latency_host.h"
+#include "torch_overlap/overlap/cuda/resident_kernel_lock.h"
 #include "torch_overlap/overlap/cuda/transport.h"
-#include "torch_overlap/overlap/cuda/turns.h"
 
 namespace torch_overlap {
 namespace {
@@ -35,11 +35,11 @@ cuda::SumType sum_type(at::ScalarType dtype) {
   }
 }
 
-class GraphKeeper final : public Body {
+class GraphResources final : public PendingDelete {
  public:
-  explicit GraphKeeper(std::vector<std::shared_ptr<void>> what)
-      : Body(c10::cuda::current_device()), what_(std::move(what)) {}
-  bool may_go() noexcept override { return true; }
+  explicit GraphResources(std::vector<std::shared_ptr<void>> what)
+      : PendingDelete(c10::cuda::current_device()), what_(std::move(what)) {}
+  bool can_delete() noexcept override { return true; }
 
  private:
   const std::vector<std::shared_ptr<void>> what_;
@@ -52,7 +52,7 @@ class CudaOverlapDevice final : public OverlapDevice {
   }
 
   std::unique_ptr<Transport> make_transport(std::shared_ptr<SymmetricMemory> memory,
-                                            const DirectOptions& options) override {
+                                            const PeerMappedOptions& options) override {
     return std::make_unique<cuda::CudaTransport>(std::move(memory), options);
   }
 
@@ -60,8 +60,8 @@ class CudaOverlapDevice final : public OverlapDevice {
     const int64_t rows = args.out.size(0);
     const int64_t columns = args.out.size(1);
     if (rows == 0 || columns == 0) return;
-    TORCH_OVERLAP_CHECK(args.parts.size() <= cuda::kMostRanks, kUnsupported,
-                        "sum: expected at most ", cuda::kMostRanks, " parts, got ",
+    TORCH_OVERLAP_CHECK(args.parts.size() <= cuda::kMaxRanks, kUnsupported,
+                        "sum: expected at most ", cuda::kMaxRanks, " parts, got ",
                         args.parts.size());
     TORCH_OVERLAP_CHECK(!args.bias.defined() || args.bias.is_contiguous(), kValue,
                         "sum: expected a contiguous bias, got strides ", args.bias.strides());
@@ -86,21 +86,23 @@ class CudaOverlapDevice final : public OverlapDevice {
                 "sum");
   }
 
-  std::string fused_obstacle(const FusedShape& shape) override {
-    return cuda::fused_obstacle(shape);
+  std::string fused_unsupported_reason(const FusedShape& shape) override {
+    return cuda::fused_unsupported_reason(shape);
   }
-  int gather_senders(const FusedGather& problem) const override {
-    return cuda::gather_senders(problem, cuda::sm_count(problem.own.device()));
+  int num_gather_senders(const FusedGather& problem) const override {
+    return cuda::num_gather_senders(problem, cuda::sm_count(problem.own.device()));
   }
-  int scatter_pieces(const Transport& transport, const FusedScatter& problem,
-                     int most) const override {
-    const auto& direct = dynamic_cast<const cuda::CudaTransport&>(transport);
-    if (!direct.uses_copy_engine()) return 0;
-    return cuda::scatter_pieces(problem, most, cuda::sm_count(problem.out.device()));
+  int num_scatter_pieces(const Transport& transport, const FusedScatter& problem,
+                         int most) const override {
+    const auto& mapped = dynamic_cast<const cuda::CudaTransport&>(transport);
+    if (!mapped.uses_copy_engine()) return 0;
+    return cuda::num_scatter_pieces(problem, most, cuda::sm_count(problem.out.device()));
   }
-  int64_t reduce_room(const FusedShape& shape) const override { return cuda::reduce_room(shape); }
-  bool reduce_pays(const FusedShape& shape, int sms) const override {
-    return cuda::reduce_pays(shape, sms);
+  int64_t max_fused_allreduce_bytes(const FusedShape& shape) const override {
+    return cuda::max_fused_allreduce_bytes(shape);
+  }
+  bool should_fuse_allreduce(const FusedShape& shape, int sms) const override {
+    return cuda::should_fuse_allreduce(shape, sms);
   }
   void run_fused(Transport& transport, const FusedReduce& problem) override {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
@@ -111,15 +113,17 @@ class CudaOverlapDevice final : public OverlapDevice {
   void run_fused(Transport& transport, const FusedScatter& problem) override {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
   }
-  bool has_kernel(const DirectSum& sum) const override { return cuda::has_direct_kernel(sum); }
-  bool has_kernel(const DirectGather&) const override { return true; }
-  void run_direct(Transport& transport, const DirectSum& sum) override {
-    cuda::run_direct(dynamic_cast<cuda::CudaTransport&>(transport), sum);
+  bool has_kernel(const LowLatencySum& sum) const override {
+    return cuda::has_low_latency_kernel(sum);
   }
-  void run_direct(Transport& transport, const DirectGather& gather) override {
-    cuda::run_direct(dynamic_cast<cuda::CudaTransport&>(transport), gather);
+  bool has_kernel(const LowLatencyGather&) const override { return true; }
+  void run_low_latency(Transport& transport, const LowLatencySum& sum) override {
+    cuda::run_low_latency(dynamic_cast<cuda::CudaTransport&>(transport), sum);
   }
-  int tiles() const override { return cuda::kMostTiles; }
+  void run_low_latency(Transport& transport, const LowLatencyGather& gather) override {
+    cuda::run_low_latency(dynamic_cast<cuda::CudaTransport&>(transport), gather);
+  }
+  int tiles() const override { return cuda::kMaxTileFlags; }
 
   std::string name(c10::Device device) override {
     return at::cuda::getDeviceProperties(device.index())->name;
@@ -129,8 +133,8 @@ class CudaOverlapDevice final : public OverlapDevice {
     return at::cuda::getDeviceProperties(device.index())->multiProcessorCount;
   }
 
-  std::shared_ptr<void> take_turn(c10::Device device) override {
-    return cuda::take_turn(device.index());
+  std::shared_ptr<void> acquire_resident_kernel_lock(c10::Device device) override {
+    return cuda::acquire_resident_kernel_lock(device.index());
   }
 
   uint64_t capture() override {
@@ -138,11 +142,11 @@ class CudaOverlapDevice final : public OverlapDevice {
   }
 
   void keep_for_graph(std::vector<std::shared_ptr<void>> what) override {
-    open_graveyard();
+    start_deferred_deleter();
     const auto capture = cuda::capture_of(c10::cuda::getCurrentCUDAStream().stream());
-    cuda::on_graph_death(
-        capture.graph, [](void* body) { bury(static_cast<GraphKeeper*>(body)); },
-        new GraphKeeper(std::move(what)));
+    cuda::on_graph_destroyed(
+        capture.graph, [](void* body) { defer(static_cast<GraphResources*>(body)); },
+        new GraphResources(std::move(what)));
   }
 };
 

@@ -4,102 +4,106 @@
 
 #include "torch_overlap/gemm/sm90/kernels.h"
 #include "torch_overlap/gemm/sm90/params.h"
-#include "torch_overlap/overlap/cuda/direct.h"
-#include "torch_overlap/overlap/cuda/words.h"
+#include "torch_overlap/overlap/cuda/channel_words.h"
+#include "torch_overlap/overlap/cuda/low_latency.h"
 #include "torch_overlap/symm/cuda/wait_record.h"
 #include "torch_overlap/symm/entry.h"
 
-// Products for Hopper that wait for the chunks of other ranks, or send them theirs, by themselves:
-// one kernel where the executor would issue a product for each chunk.
+// Hopper GEMM kernels that wait for the chunks of other ranks, or send chunks to them, themselves:
+// one kernel in place of one product per chunk.
 namespace torch_overlap::cuda {
 
-// A chunk for each rank must fit into the parameters of a kernel.
-inline constexpr int kMostFusedRanks = 8;
+// The kernel parameters must hold one chunk per rank.
+inline constexpr int kMaxFusedRanks = 8;
 
-// By which ranks tell each other that they have begun an operation: the first of this rank's
-// entries on each, and of those of each here.
-struct BegunWords {
-  BegunEntry* tell[kMostFusedRanks];
-  const BegunEntry* told[kMostFusedRanks];
+// Flags by which ranks signal that they have entered an operation. tell[r] is the first of this
+// rank's entry flags on rank r; notified[r] is the first of rank r's entry flags on this rank.
+struct EntryFlags {
+  EntryFlag* tell[kMaxFusedRanks];
+  const EntryFlag* notified[kMaxFusedRanks];
 };
 
-// Rows of a gather are sent by boxes of so many rows, and bytes of each: elements of so many.
-inline constexpr int kSentRows = 16;
-inline constexpr int kSentBytes = 512;
-inline constexpr int kSentElement = 4;
+// Box of the TMA copies that send the rows of a gather: its rows, the bytes of each row, and the
+// bytes of an element of the tensor map.
+inline constexpr int kSendBoxRows = 16;
+inline constexpr int kSendBoxBytes = 512;
+inline constexpr int kSendElementBytes = 4;
 
-// All-gather + GEMM: the rows of each chunk are multiplied once they have arrived, by slices of k.
-// Copy engines bring each chunk as one slice, in an operation that has begun; or blocks of the
-// kernel send, which is then an operation by itself.
+// All-gather + GEMM: the rows of each chunk are multiplied as they arrive, one slice of k at a
+// time. Copy engines send each chunk as a single slice, within an operation that has already begun;
+// or blocks of the kernel send the rows, and the kernel is an operation by itself.
 struct FusedGatherParams {
-  sm90::GemmParams gemm;             // lhs: of this rank's rows; out and m: not looked at
-  CUtensorMap gathered;              // all rows
-  CUtensorMap out[kMostFusedRanks];  // of the rows of each chunk
-  int begin[kMostFusedRanks];        // of each chunk, in rows
-  int rows[kMostFusedRanks];
-  const float* lhs_scale[kMostFusedRanks];  // where each row has one: those of each chunk
-  // The words of each chunk: slice after slice, one of each sender, of copies one.
-  const uint32_t* told[kMostFusedRanks];
-  int slice_stages;            // of k, in a slice
-  int order[kMostFusedRanks];  // which chunk comes when
+  sm90::GemmParams gemm;            // lhs: this rank's rows. out and m are ignored.
+  CUtensorMap gathered;             // Rows of all ranks.
+  CUtensorMap out[kMaxFusedRanks];  // Output rows of each chunk.
+  int begin[kMaxFusedRanks];        // First row of each chunk.
+  int rows[kMaxFusedRanks];
+  const float* lhs_scale[kMaxFusedRanks];  // Row scales of each chunk, if each row has one.
+  // Flags of each chunk, slice by slice. A slice has one flag per sender; one flag if copy engines
+  // send.
+  const uint32_t* notified[kMaxFusedRanks];
+  int slice_stages;           // Stages of k per slice.
+  int order[kMaxFusedRanks];  // Chunks in the order in which they arrive.
   OperationParams operation;
-  // The first blocks, 32 at most, which send this rank's rows to all others; 0: copy engines do.
-  // Those behind them compute so many tiles, or pairs in clusters; they, when they have sent, what
-  // is left.
+  // Number of blocks, the first of the grid and at most 32, that send this rank's rows to all
+  // peers; zero if copy engines send. The other blocks compute `num_nonsender_units` units (tiles,
+  // or one tile per block of a cluster). The senders compute the rest after they have sent.
   int senders;
-  int units_of_others;
-  CUtensorMap own;                    // by such boxes
-  CUtensorMap to[kMostFusedRanks];    // where it goes, by as many
-  uint32_t* tell[kMostFusedRanks];    // as told
-  float* scales_to[kMostFusedRanks];  // where each row has one
-  BegunWords begun;
+  int num_nonsender_units;
+  CUtensorMap own;                   // This rank's rows, in boxes of kSendBoxRows.
+  CUtensorMap to[kMaxFusedRanks];    // Destination on each rank, in the same boxes.
+  uint32_t* tell[kMaxFusedRanks];    // This rank's flags on each rank; same layout as notified.
+  float* scales_to[kMaxFusedRanks];  // Destination of the row scales, if each row has one.
+  EntryFlags begun;
 };
 
-// A tile goes to another rank in parts of so many rows of 64 outputs, with time between them, by so
-// many warps.
+// A mover stores a tile for another rank in parts of kPacedRows rows of 64 outputs, with pauses
+// between them. kMovers is the number of mover warps.
 inline constexpr int kPacedRows = 16;
 inline constexpr int kMovers = 3;
 
-// GEMM + reduce-scatter: tiles go to the rank that owns their rows, which adds those of all ranks.
+// GEMM + reduce-scatter: each tile is sent to the rank that owns its rows, which adds the tiles of
+// all ranks.
 struct FusedScatterParams {
-  sm90::GemmParams gemm;              // lhs: all rows; out and m: not looked at
-  CUtensorMap out;                    // of the own rows
-  void* to[kMostFusedRanks];          // where the tiles of other chunks go, n outputs a row
-  CUtensorMap from[kMostFusedRanks];  // where those of the other ranks for the own chunk come
-  int first[kMostFusedRanks];         // row of each chunk
-  int rows[kMostFusedRanks];
-  // A word for each tile of a chunk: on the rank that owns the chunk, and of each rank here.
-  uint32_t* tell[kMostFusedRanks];
-  const uint32_t* told[kMostFusedRanks];
-  int most_row_tiles;  // of the largest chunk
-  // Between the parts of a tile that one warp stores: where the block's next tile is another
-  // rank's, too; and where it is an own one.
+  sm90::GemmParams gemm;             // lhs: rows of all ranks. out and m are ignored.
+  CUtensorMap out;                   // This rank's rows.
+  void* to[kMaxFusedRanks];          // Destination of the tiles for each peer; n outputs per row.
+  CUtensorMap from[kMaxFusedRanks];  // Tiles that each peer sends for this rank's chunk.
+  int first[kMaxFusedRanks];         // First row of each chunk.
+  int rows[kMaxFusedRanks];
+  // One flag per tile of a chunk. tell[r]: this rank's flags on rank r, which owns the chunk.
+  // notified[r]: rank r's flags on this rank.
+  uint32_t* tell[kMaxFusedRanks];
+  const uint32_t* notified[kMaxFusedRanks];
+  int max_row_tiles;  // Row tiles of the largest chunk.
+  // Pauses between the parts of a tile that one warp stores. `pace_ns` applies if the next tile of
+  // the block is for another rank, too; `last_pace_ns` applies otherwise.
   uint32_t pace_ns;
   uint32_t last_pace_ns;
-  float factor;  // of the sum, before the bias
+  float factor;  // Applied to the sum, before the bias.
   OperationParams operation;
-  BegunWords begun;
+  EntryFlags begun;
 };
 
-// In how many pieces the rows of a rank may come.
-inline constexpr int kMostPieces = 4;
+// Maximum number of pieces in which the rows of a rank arrive.
+inline constexpr int kMaxPieces = 4;
 
-// The own rows of a GEMM + reduce-scatter, whose others are computed and sent otherwise: the sum of
-// this product and of what has come of it from the other ranks.
+// This rank's rows of a GEMM + reduce-scatter whose other rows are computed and sent otherwise:
+// adds to this product the rows that arrived from the peers.
 struct FusedSumParams {
-  sm90::GemmParams gemm;  // of the own rows
-  int sources;            // other ranks; what has come of each, and the flags of its pieces:
-  CUtensorMap from[kMostFusedRanks];
-  const uint32_t* told[kMostFusedRanks];
-  int ranks[kMostFusedRanks];
+  sm90::GemmParams gemm;  // lhs: this rank's rows.
+  int sources;            // Number of peers. For each: its data, the first of its flags, its rank.
+  CUtensorMap from[kMaxFusedRanks];
+  const uint32_t* notified[kMaxFusedRanks];
+  int ranks[kMaxFusedRanks];
   int piece_rows;
-  int flag_words;  // from the flag of a piece to that of the next one
-  float factor;    // of the sum, before the bias
+  int flag_words;  // Words between the flags of successive pieces.
+  float factor;    // Applied to the sum, before the bias.
   ChannelWords words;
   WaitControl control;
 };
 
-// Null: there is none. `cluster` and `buffers` of the key are not looked at.
+// Each returns null if there is no such kernel.
 const sm90::KernelInfo* find_fused_gather(const sm90::KernelKey& key);
 const sm90::KernelInfo* find_fused_scatter(const sm90::KernelKey& key);
 const sm90::KernelInfo* find_fused_sum(const sm90::KernelKey& key);

@@ -5,37 +5,38 @@
 
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/common/views.h"
-#include "torch_overlap/gemm/sm90/maps.h"
-#include "torch_overlap/overlap/cuda/blocks.h"
-#include "torch_overlap/overlap/cuda/direct_host.h"
+#include "torch_overlap/gemm/sm90/tensor_maps.h"
 #include "torch_overlap/overlap/cuda/fused.h"
 #include "torch_overlap/overlap/cuda/fused_host.h"
 #include "torch_overlap/overlap/cuda/fused_operands.h"
+#include "torch_overlap/overlap/cuda/low_latency_host.h"
+#include "torch_overlap/overlap/cuda/resident_grid.h"
 
 namespace torch_overlap::cuda {
 namespace {
 
-// What H200s take, for choosing: copies to peers, until the first byte of the first chunk is there,
-// and then; blocks that send, the same.
+// Cost model on H200, for choosing a kernel: latency of the first chunk and bandwidth of copies to
+// peers; then the same for blocks that send.
 constexpr double kFirstByteNs = 6000;
 constexpr double kCopyBytesPerNs = 386;
 constexpr double kFirstSentNs = 4000;
 constexpr double kSentBytesPerNs = 330;
 
-// Enough for the links; pairs, as blocks are launched.
+// Enough blocks to saturate the links; even, because blocks are launched in pairs.
 constexpr int kSenders = 8;
 static_assert(kSenders % 2 == 0 && kSenders <= 32);
-// A slice of k is so many stages: what tiles wait for at a time.
+// Minimum number of stages of a slice of k, the unit for which tiles wait.
 constexpr int kSliceStages = 4;
-constexpr int kStagesOfBox = kSentBytes / static_cast<int>(kStageBytes);
-static_assert(kSliceStages % kStagesOfBox == 0);
-constexpr int kMostSlices = 64;
-static_assert(kMostSlices * kSenders <= kMostTiles);
+constexpr int kStagesPerBox = kSendBoxBytes / static_cast<int>(kStageBytes);
+static_assert(kSliceStages % kStagesPerBox == 0);
+constexpr int kMaxSlices = 64;
+static_assert(kMaxSlices * kSenders <= kMaxTileFlags);
 
-// A multiple of those of a box.
+// Returns the number of stages of a slice, a multiple of the stages of a box.
 int slice_stages(int64_t stages) {
-  const int64_t least = ceil_div(stages, kMostSlices);
-  return std::max(kSliceStages, static_cast<int>(ceil_div(least, kStagesOfBox)) * kStagesOfBox);
+  const int64_t min_stages = ceil_div(stages, kMaxSlices);
+  return std::max(kSliceStages,
+                  static_cast<int>(ceil_div(min_stages, kStagesPerBox)) * kStagesPerBox);
 }
 
 double chunk_bytes(const KernelKey& key, const GatherShape& shape) {
@@ -43,38 +44,39 @@ double chunk_bytes(const KernelKey& key, const GatherShape& shape) {
   return static_cast<double>(shape.rows.largest() * shape.k * (is_8_bit ? 1 : 2));
 }
 
-double tile_ns(const GatherShape& shape, const TimedTile& tile, const KernelInfo& kernel) {
+double tile_ns(const GatherShape& shape, const TileCost& tile, const KernelInfo& kernel) {
   return static_cast<double>(ceil_div(shape.k, kernel.depth)) * kStageNs * tile.time();
 }
 
-// How tiles, or pairs of them in clusters, are shared out where blocks send first.
+// Split of the units (tiles, or pairs of tiles in clusters) if blocks send first.
 struct Share {
   double ns;
-  int64_t of_others;  // units of the clusters that do not send
+  int64_t of_others;  // Units of the clusters that do not send.
 };
 
-// Those that send take part from the next tile of the others on. Slices of all chunks come side by
-// side, and tiles are computed as they do: one of others' rows ends some time behind the last
-// slice, if it would not end later. That holds up what comes behind the first tile of a cluster
-// that has no own rows, and behind the second one of others.
-Share share_out(const KernelKey& key, const GatherShape& shape, const TimedTile& tile,
+// The senders begin to compute when the other clusters begin their next tile. Slices of all chunks
+// arrive concurrently, and tiles are computed as slices arrive: a tile of other ranks' rows ends
+// some time after the last slice, unless it would end later anyway. This delays the work after the
+// first tile of a cluster that has no own rows, and the work after the second tile of other
+// clusters.
+Share share_out(const KernelKey& key, const GatherShape& shape, const TileCost& tile,
                 const KernelInfo& kernel, int sms, int senders) {
-  // Of a tile's time: slices come in bursts.
-  constexpr double kBehind = 0.3;
+  // Lag in units of a tile's time, because slices arrive in bursts.
+  constexpr double kLagTiles = 0.3;
   const double of_tile = tile_ns(shape, tile, kernel);
   const double arrival =
       kFirstSentNs + chunk_bytes(key, shape) * (shape.rows.size - 1) / kSentBytesPerNs;
-  const double first = std::max(of_tile, arrival + kBehind * of_tile);
-  const int64_t all = BlocksBesideOthers(sms).most(kernel) / kernel.cluster;
+  const double first = std::max(of_tile, arrival + kLagTiles * of_tile);
+  const int64_t all = ResidentGrid(sms).most(kernel) / kernel.cluster;
   const int64_t sending = senders / kernel.cluster;
   const int64_t others = std::max<int64_t>(1, all - sending);
-  const int64_t units = units_of(kernel, shape.rows, shape.n);
+  const int64_t units = num_units(kernel, shape.rows, shape.n);
   const auto alone = static_cast<int64_t>(std::ceil(arrival / of_tile));
   const int64_t left = std::max<int64_t>(0, units - alone * others);
   const int64_t of_senders = std::min(left, sending * ceil_div(left, all));
   const int64_t of_others = units - of_senders;
   const int64_t own =
-      std::min(others, units_of(kernel, shape.rows.length(shape.order.at(0)), shape.n));
+      std::min(others, num_units(kernel, shape.rows.length(shape.order.at(0)), shape.n));
   const auto tiles_from = [&](int64_t cluster) {
     return static_cast<double>(ceil_div(std::max<int64_t>(0, of_others - cluster), others));
   };
@@ -83,17 +85,17 @@ Share share_out(const KernelKey& key, const GatherShape& shape, const TimedTile&
   return {.ns = std::max(with_own, without), .of_others = of_others};
 }
 
-// Every block goes through its tiles in order, so a chunk holds up all that is behind it.
-double time_with_copies(const KernelKey& key, const GatherShape& shape, const TimedTile& tile,
+// Every block computes its tiles in order, so a late chunk delays all tiles after it.
+double time_with_copies(const KernelKey& key, const GatherShape& shape, const TileCost& tile,
                         const KernelInfo& kernel, int sms) {
-  // Smaller tiles ask L2 for more, where copies pass too.
+  // Smaller tiles read more from L2, which the copies use, too.
   const double of_tile = tile_ns(shape, tile, kernel) * (tile.columns < 224 ? 1.02 : 1);
   const double chunk_ns = chunk_bytes(key, shape) / kCopyBytesPerNs;
   const int64_t side_by_side = sms / kernel.cluster;
   int64_t left = 0;
   double time = 0;
   for (int step = shape.rows.size - 1; step >= 0; --step) {
-    left += units_of(kernel, shape.rows.length(shape.order.at(step)), shape.n);
+    left += num_units(kernel, shape.rows.length(shape.order.at(step)), shape.n);
     const double arrival = step == 0 ? 0 : kFirstByteNs + step * chunk_ns;
     const auto waves = static_cast<double>(ceil_div(left, side_by_side));
     time = std::max(time, arrival + waves * of_tile);
@@ -103,37 +105,37 @@ double time_with_copies(const KernelKey& key, const GatherShape& shape, const Ti
 
 }  // namespace
 
-int gather_senders(const FusedGather& problem, int sms) {
-  // Of what a rank sends. What is more takes the SMs of those that send for too long. Of two ranks
-  // half of the rows are there from the beginning, and copies are quicker from 4 MiB on.
-  constexpr int64_t kMostBytes = int64_t{16} << 20;
-  constexpr int64_t kMostBytesOfTwo = int64_t{2} << 20;
-  constexpr int kLeastSms = 4 * kSenders;
-  if (sms < kLeastSms) return 0;
+int num_gather_senders(const FusedGather& problem, int sms) {
+  // Maximum number of bytes that a rank sends. More would occupy the SMs of the senders for too
+  // long. With two ranks half of the rows are local, and copies are already faster for smaller
+  // messages.
+  constexpr int64_t kMaxBytes = int64_t{16} << 20;
+  constexpr int64_t kMaxBytesTwoRanks = int64_t{2} << 20;
+  constexpr int kMinSms = 4 * kSenders;
+  if (sms < kMinSms) return 0;
   const int64_t row = problem.own.size(1) * static_cast<int64_t>(problem.own.element_size());
   const int64_t bytes = problem.rows.largest() * row * (problem.rows.size - 1);
-  const int64_t most = problem.rows.size == 2 ? kMostBytesOfTwo : kMostBytes;
+  const int64_t most = problem.rows.size == 2 ? kMaxBytesTwoRanks : kMaxBytes;
   return bytes > 0 && bytes <= most ? kSenders : 0;
 }
 
 const KernelInfo& choose_gather_kernel(const KernelKey& key, const GatherShape& shape, int sms,
                                        int senders) {
-  return choose_kernel(find_fused_gather, key,
-                       [&](const TimedTile& tile, const KernelInfo& kernel) {
-                         return senders > 0 ? share_out(key, shape, tile, kernel, sms, senders).ns
-                                            : time_with_copies(key, shape, tile, kernel, sms);
-                       });
+  return choose_kernel(find_fused_gather, key, [&](const TileCost& tile, const KernelInfo& kernel) {
+    return senders > 0 ? share_out(key, shape, tile, kernel, sms, senders).ns
+                       : time_with_copies(key, shape, tile, kernel, sms);
+  });
 }
 
 namespace {
 
-// As those that send see rows of `bytes` each.
+// Returns the map by which senders access rows of `bytes` each.
 CUtensorMap sent_map(const void* data, int64_t rows, int64_t bytes) {
-  const int64_t columns = bytes / kSentElement;
-  return sm90::matrix_map(data, at::kInt, rows, columns, columns, kSentRows, kSentBytes);
+  const int64_t columns = bytes / kSendElementBytes;
+  return sm90::make_tensor_map(data, at::kInt, rows, columns, columns, kSendBoxRows, kSendBoxBytes);
 }
 
-// Of a kernel whose first blocks send.
+// Sets the parameters of a kernel whose first blocks send.
 void add_senders(const CudaTransport& transport, const FusedGather& problem,
                  const Operands& operands, FusedGatherParams& params) {
   const int rank = transport.words().rank;
@@ -143,14 +145,14 @@ void add_senders(const CudaTransport& transport, const FusedGather& problem,
            static_cast<const std::byte*>(transport.data(rank, 0));
   };
   const int64_t row = problem.own.size(1) * static_cast<int64_t>(problem.gathered.element_size());
-  const int64_t own_at = at_of(problem.gathered) + rows.begin(rank) * row;
+  const int64_t own_offset = at_of(problem.gathered) + rows.begin(rank) * row;
   const int64_t length = rows.length(rank);
   params.senders = problem.senders;
-  params.begun = begun_words(transport);
+  params.begun = entry_flags(transport);
   for (int peer = 0; peer < rows.size; ++peer) {
-    params.tell[peer] = transport.tile_word(peer, rank);
+    params.tell[peer] = transport.tile_flags(peer, rank);
     if (length == 0) continue;
-    params.to[peer] = sent_map(transport.data(peer, own_at), length, row);
+    params.to[peer] = sent_map(transport.data(peer, own_offset), length, row);
     if (operands.scaled_by_row) {
       params.scales_to[peer] =
           static_cast<float*>(transport.data(peer, at_of(problem.gathered_scales))) +
@@ -171,7 +173,7 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   const auto device = problem.own.device();
   const auto dtype = problem.gemm.out.scalar_type();
   const Operands operands = operands_of(problem.gemm, problem.own, dtype);
-  const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
+  const int64_t n = operands.rhs.size(operands.is_rhs_k_major ? 0 : 1);
   const int sms = sm_count(device);
   const KernelKey key = key_of(operands);
   const GatherShape shape{.rows = rows, .order = problem.order, .n = n, .k = problem.own.size(1)};
@@ -180,12 +182,12 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   FusedGatherParams params{};
   if (operands.lhs.size(0) > 0) {
     params.gemm = gemm_params(problem.gemm, operands, kernel);
-  } else {  // no rows of its own: nothing reads this map
+  } else {  // Nothing reads this map if the rank has no rows.
     params.gemm =
         gemm_params(problem.gemm, operands_of(problem.gemm, problem.gathered, dtype), kernel);
   }
   params.gemm.row_group = kRowGroup / kernel.cluster;
-  params.gathered = sm90::matrix_map(problem.gathered, kernel.rows);
+  params.gathered = sm90::make_tensor_map(problem.gathered, kernel.rows);
   const auto stages = static_cast<int>(ceil_div(shape.k, kernel.depth));
   const bool sends = problem.senders > 0;
   params.slice_stages = sends ? slice_stages(stages) : stages;
@@ -200,23 +202,25 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
                                     ? problem.own_scales.const_data_ptr<float>()
                                     : problem.gathered_scales.const_data_ptr<float>() + begin;
     }
-    params.told[chunk] = sends ? transport.tile_word(rank, chunk) : transport.flag(rank, chunk);
+    params.notified[chunk] =
+        sends ? transport.tile_flags(rank, chunk) : transport.flag(rank, chunk);
     params.order[chunk] = problem.order.at(chunk);
   }
-  params.operation =
-      operation_of(transport, {.rows = rows.rows, .way = sends ? Way::kernel() : Way::chunks()});
+  params.operation = operation_of(
+      transport,
+      {.rows = rows.rows, .signature = sends ? OpSignature::kernel() : OpSignature::chunks()});
   if (sends) add_senders(transport, problem, operands, params);
   const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
-  const int64_t units = units_of(kernel, rows, n);
+  const int64_t units = num_units(kernel, rows, n);
   if (sends) {
-    const TimedTile& tile = sm90::timed_tile(kernel.rows, kernel.columns);
-    params.units_of_others =
+    const TileCost& tile = sm90::find_tile_cost(kernel.rows, kernel.columns);
+    params.num_nonsender_units =
         static_cast<int>(share_out(key, shape, tile, kernel, sms, problem.senders).of_others);
-    check(BlocksBesideOthers(sms).start(launch_fused_gather, kernel, params,
-                                        units + problem.senders / kernel.cluster, stream),
+    check(ResidentGrid(sms).start(launch_fused_gather, kernel, params,
+                                  units + problem.senders / kernel.cluster, stream),
           "fused all-gather and product");
   } else {
-    params.units_of_others = static_cast<int>(units);
+    params.num_nonsender_units = static_cast<int>(units);
     const int64_t most = int64_t{sms} / kernel.cluster;
     const auto blocks = static_cast<int>(std::min(units, most) * kernel.cluster);
     check(launch_fused_gather(kernel, params, blocks, stream), "fused all-gather and product");

@@ -7,7 +7,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/common/cuda/check.h"
-#include "torch_overlap/gemm/sm90/maps.h"
+#include "torch_overlap/gemm/sm90/tensor_maps.h"
 #include "torch_overlap/gemm/sm90/types.h"
 #include "torch_overlap/overlap/cuda/fused.h"
 #include "torch_overlap/overlap/cuda/fused_operands.h"
@@ -15,15 +15,15 @@
 namespace torch_overlap::cuda {
 namespace {
 
-using sm90::VectorType;
+using sm90::ElementType;
 
 constexpr int kHopper = 9;
 
-// The smallest tile of a reduce-scatter.
-constexpr int kLeastRows = 128;
-constexpr int kLeastColumns = 128;
+// Smallest tile of a reduce-scatter.
+constexpr int kMinTileRows = 128;
+constexpr int kMinTileColumns = 128;
 
-// If there is such a kernel.
+// Loads the kernel of the key, if there is one.
 void load(const KernelKey& key, Find find) {
   const KernelInfo* const kernel = find(key);
   if (kernel == nullptr) return;
@@ -34,21 +34,21 @@ void load(const KernelKey& key, Find find) {
 
 }  // namespace
 
-std::string fused_obstacle(const FusedShape& shape) {
+std::string fused_unsupported_reason(const FusedShape& shape) {
   const auto* properties = at::cuda::getDeviceProperties(shape.device.index());
   if (properties->major != kHopper) {
     return concat("fused kernels are for sm_90, this is sm_", properties->major, properties->minor);
   }
-  if (shape.rows.size > kMostFusedRanks) {
-    return concat("fused kernels are for at most ", kMostFusedRanks, " ranks, there are ",
+  if (shape.rows.size > kMaxFusedRanks) {
+    return concat("fused kernels are for at most ", kMaxFusedRanks, " ranks, there are ",
                   shape.rows.size);
   }
   const FusedTypes& types = shape.types;
-  if (!sm90::multiplies(types.lhs, types.rhs, types.out)) {
+  if (!sm90::supports_types(types.lhs, types.rhs, types.out)) {
     return concat("fused kernels multiply bfloat16 or float16, and 8-bit floats into one of them, ",
                   "not ", types.lhs, " with ", types.rhs, " into ", types.out);
   }
-  if (types.scaling != ScalingMode::NO_SCALING && !has_fast_sums(types.scaling)) {
+  if (types.scaling != ScalingMode::NO_SCALING && !supports_fast_accumulation(types.scaling)) {
     return concat("fused kernels take one factor for each 8-bit operand or row, not ",
                   to_string(types.scaling));
   }
@@ -57,18 +57,19 @@ std::string fused_obstacle(const FusedShape& shape) {
            "use_split_accumulator=False";
   }
   if (shape.k == 0 || shape.n == 0 || shape.rows.rows == 0) return "there is nothing to compute";
-  // Rows of copies of the operands, and of what is stored, also to other ranks.
+  // TMA alignment of the rows of the operands and of the outputs, which may be stored to other
+  // ranks.
   const auto per_row = [](at::ScalarType type) {
-    return sm90::kCopyAlignment / static_cast<int64_t>(c10::elementSize(type));
+    return sm90::kTmaAlignmentBytes / static_cast<int64_t>(c10::elementSize(type));
   };
   if (shape.k % per_row(types.lhs) != 0 || shape.n % per_row(types.out) != 0) {
     return concat("fused kernels take k that is a multiple of ", per_row(types.lhs), " and n of ",
                   per_row(types.out), ", not ", shape.k, " and ", shape.n);
   }
   const int64_t tiles =
-      ceil_div(shape.rows.largest(), kLeastRows) * ceil_div(shape.n, kLeastColumns);
-  if (tiles > kMostTiles) {
-    return concat("a chunk would have ", tiles, " tiles; there are words for ", kMostTiles);
+      ceil_div(shape.rows.largest(), kMinTileRows) * ceil_div(shape.n, kMinTileColumns);
+  if (tiles > kMaxTileFlags) {
+    return concat("a chunk would have ", tiles, " tiles; there are words for ", kMaxTileFlags);
   }
   return {};
 }
@@ -81,13 +82,13 @@ void load_fused_kernels() {
   for (const Find find :
        {Find{find_fused_gather}, Find{find_fused_scatter}, Find{find_fused_sum}}) {
     for (const auto& [lhs, rhs] : kOperands) {
-      for (const auto out : {VectorType::bf16, VectorType::f16}) {
-        for (const bool along_k : {true, false}) {
-          for (const TimedTile& tile : sm90::kTiles) {
+      for (const auto out : {ElementType::bf16, ElementType::f16}) {
+        for (const bool is_k_major : {true, false}) {
+          for (const TileCost& tile : sm90::kTileCosts) {
             load({.lhs = lhs,
                   .rhs = rhs,
                   .out = out,
-                  .rhs_along_k = along_k,
+                  .is_rhs_k_major = is_k_major,
                   .rows = tile.rows,
                   .columns = tile.columns},
                  find);

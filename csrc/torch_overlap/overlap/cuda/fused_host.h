@@ -10,45 +10,48 @@
 
 namespace torch_overlap::cuda {
 
-// How many tiles a chunk may have, or words of its slices: what a channel holds for each rank.
-inline constexpr int kMostTiles = 16384;
+// Maximum number of tile flags, or of slice flags, per chunk. A channel holds this number of flags
+// for each rank.
+inline constexpr int kMaxTileFlags = 16384;
 
-// Why fused kernels do not take such a product; empty: they do. An operand that lies as they cannot
-// read it is copied first.
-std::string fused_obstacle(const FusedShape& shape);
+// Returns why fused kernels do not support this product, or an empty string if they do. An operand
+// whose layout they cannot read is copied first.
+std::string fused_unsupported_reason(const FusedShape& shape);
 
-// What the tile of an all-gather and product depends on.
+// Problem for which the tile of an all-gather + GEMM is chosen.
 struct GatherShape {
   RowShare rows;
-  const std::vector<int>& order;  // FusedGather's
+  const std::vector<int>& order;  // Same as FusedGather::order.
   int64_t n;
   int64_t k;
 };
-// The kernel that takes the least time where rows arrive as soon as they can: sent by so many
-// blocks of its own, or, 0, by copy engines. The tile of `key` is not looked at.
+// Returns the kernel with the shortest estimated time if rows arrive as early as possible.
+// `senders` is the number of its blocks that send, or zero if copy engines send. The tile of `key`
+// is ignored.
 TORCH_OVERLAP_API const sm90::KernelInfo& choose_gather_kernel(const sm90::KernelKey& key,
                                                                const GatherShape& shape, int sms,
                                                                int senders);
 
-// FusedGather::senders of such a gather.
-TORCH_OVERLAP_API int gather_senders(const FusedGather& problem, int sms);
+// Returns FusedGather::senders for this problem.
+TORCH_OVERLAP_API int num_gather_senders(const FusedGather& problem, int sms);
 
-// FusedScatter::pieces of such a scatter.
-TORCH_OVERLAP_API int scatter_pieces(const FusedScatter& problem, int most, int sms);
+// Returns FusedScatter::pieces for this problem.
+TORCH_OVERLAP_API int num_scatter_pieces(const FusedScatter& problem, int most, int sms);
 
-// OverlapDevice::reduce_room() and reduce_pays().
-TORCH_OVERLAP_API int64_t reduce_room(const FusedShape& shape);
-TORCH_OVERLAP_API bool reduce_pays(const FusedShape& shape, int sms);
+// Implement OverlapDevice::max_fused_allreduce_bytes() and should_fuse_allreduce().
+TORCH_OVERLAP_API int64_t max_fused_allreduce_bytes(const FusedShape& shape);
+TORCH_OVERLAP_API bool should_fuse_allreduce(const FusedShape& shape, int sms);
 
-// On the current stream, within an operation of the transport's channel.
+// Launch the kernel on the current stream, within an operation of the transport's channel or as
+// one.
 void run_fused(CudaTransport& transport, const FusedGather& problem);
 void run_fused(CudaTransport& transport, const FusedScatter& problem);
 void run_fused(CudaTransport& transport, const FusedReduce& problem);
 
-// Loads the code of all kernels onto the current device, if it can run them, before one waits for
-// another.
+// Loads the code of all fused kernels onto the current device, if it can run them. Must be called
+// before one of them waits for another, because lazy loading may synchronize with running kernels.
 void load_fused_kernels();
-// Those of FusedReduce, which it calls.
+// Loads the kernels of FusedReduce. Called by load_fused_kernels().
 void load_fused_reduce_kernels();
 
 }  // namespace torch_overlap::cuda

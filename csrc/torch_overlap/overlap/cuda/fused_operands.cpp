@@ -5,15 +5,15 @@
 
 #include <limits>
 
-#include "torch_overlap/gemm/sm90/maps.h"
+#include "torch_overlap/gemm/sm90/tensor_maps.h"
 #include "torch_overlap/gemm/sm90/types.h"
 
 namespace torch_overlap::cuda {
 namespace {
 
-// As a tensor copy reads it; copied where it lies otherwise.
+// Returns `matrix` if TMA can load it in place, otherwise a copy.
 at::Tensor mappable(const at::Tensor& matrix) {
-  return sm90::is_mappable(matrix) ? matrix : matrix.clone(at::MemoryFormat::Contiguous);
+  return sm90::supports_tma_load(matrix) ? matrix : matrix.clone(at::MemoryFormat::Contiguous);
 }
 
 at::Tensor contiguous(const at::Tensor& scales) {
@@ -23,13 +23,13 @@ at::Tensor contiguous(const at::Tensor& scales) {
 }  // namespace
 
 at::Tensor mappable_out(const at::Tensor& matrix) {
-  return sm90::is_storable(matrix) ? matrix : at::empty(matrix.sizes(), matrix.options());
+  return sm90::supports_tma_store(matrix) ? matrix : at::empty(matrix.sizes(), matrix.options());
 }
 
 Operands operands_of(const GemmArgs& args, const at::Tensor& lhs, at::ScalarType out) {
   return {.lhs = mappable(lhs),
           .rhs = mappable(args.rhs.data),
-          .rhs_along_k = args.rhs.transposed,
+          .is_rhs_k_major = args.rhs.transposed,
           .out = out,
           .lhs_scale = contiguous(args.lhs.scale_inv),
           .rhs_scale = contiguous(args.rhs.scale_inv),
@@ -47,26 +47,26 @@ int sm_count(c10::Device device) {
 KernelKey key_of(const Operands& operands) {
   return {.lhs = sm90::operand_type(operands.lhs.scalar_type()),
           .rhs = sm90::operand_type(operands.rhs.scalar_type()),
-          .out = sm90::vector_type(operands.out),
-          .rhs_along_k = operands.rhs_along_k,
+          .out = sm90::element_type(operands.out),
+          .is_rhs_k_major = operands.is_rhs_k_major,
           .rows = 0,
           .columns = 0};
 }
 
-const KernelInfo* kernel_of(Find find, KernelKey key, const TimedTile& tile) {
+const KernelInfo* kernel_of(Find find, KernelKey key, const TileCost& tile) {
   key.rows = tile.rows;
   key.columns = tile.columns;
   return find(key);
 }
 
-int64_t units_of(const KernelInfo& kernel, int64_t rows, int64_t n) {
+int64_t num_units(const KernelInfo& kernel, int64_t rows, int64_t n) {
   return ceil_div(rows, int64_t{kernel.rows} * kernel.cluster) * ceil_div(n, kernel.columns);
 }
 
-int64_t units_of(const KernelInfo& kernel, const RowShare& rows, int64_t n) {
+int64_t num_units(const KernelInfo& kernel, const RowShare& rows, int64_t n) {
   int64_t count = 0;
   for (int chunk = 0; chunk < rows.size; ++chunk) {
-    count += units_of(kernel, rows.length(chunk), n);
+    count += num_units(kernel, rows.length(chunk), n);
   }
   return count;
 }
@@ -74,13 +74,13 @@ int64_t units_of(const KernelInfo& kernel, const RowShare& rows, int64_t n) {
 sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
                              const KernelInfo& kernel) {
   sm90::GemmParams params{};
-  params.lhs = sm90::matrix_map(operands.lhs, kernel.rows);
-  params.rhs = operands.rhs_along_k
-                   ? sm90::matrix_map(operands.rhs, kernel.columns / kernel.cluster)
-                   : sm90::matrix_map(operands.rhs, kernel.depth, kernel.rhs_box_bytes);
+  params.lhs = sm90::make_tensor_map(operands.lhs, kernel.rows);
+  params.rhs = operands.is_rhs_k_major
+                   ? sm90::make_tensor_map(operands.rhs, kernel.columns / kernel.cluster)
+                   : sm90::make_tensor_map(operands.rhs, kernel.depth, kernel.rhs_box_bytes);
   params.m = std::numeric_limits<int>::max();
   params.k = static_cast<int>(operands.lhs.size(1));
-  params.n = static_cast<int>(operands.rhs.size(operands.rhs_along_k ? 0 : 1));
+  params.n = static_cast<int>(operands.rhs.size(operands.is_rhs_k_major ? 0 : 1));
   if (sm90::is_8_bit(operands.lhs.scalar_type())) {
     params.epilogue.lhs_scale = operands.lhs_scale.const_data_ptr<float>();
     params.epilogue.rhs_scale = operands.rhs_scale.const_data_ptr<float>();
@@ -90,13 +90,13 @@ sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
   params.plain = !bias.defined();
   params.epilogue.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
   params.epilogue.bias_type =
-      bias.defined() ? sm90::vector_type(bias.scalar_type()) : sm90::VectorType::none;
+      bias.defined() ? sm90::element_type(bias.scalar_type()) : sm90::ElementType::none;
   return params;
 }
 
 CUtensorMap rows_map(const at::Tensor& rows, int box) {
   if (rows.size(0) == 0) return {};
-  return sm90::matrix_map(rows, box);
+  return sm90::make_tensor_map(rows, box);
 }
 
 }  // namespace torch_overlap::cuda

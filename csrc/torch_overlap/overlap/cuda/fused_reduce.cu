@@ -2,81 +2,85 @@
 
 #include <utility>
 
-#include "torch_overlap/gemm/sm90/few_rows.cuh"
+#include "torch_overlap/gemm/sm90/small_m.cuh"
 #include "torch_overlap/overlap/cuda/operation.cuh"
-#include "torch_overlap/symm/cuda/line_device.h"
+#include "torch_overlap/symm/cuda/ll_packet_device.h"
 
-// GEMM + all-reduce of few rows in one kernel: a block computes a tile of features for all rows,
-// sends its sums to the blocks of the same number on the other ranks straight from registers, and
-// adds theirs to its own. A thread has the same rows and features on all ranks, so what it sends
-// needs no order but that of the threads.
+// GEMM + all-reduce of few rows in one kernel. A block computes a tile of features for all rows,
+// sends its sums from registers directly to the blocks of the same index on the other ranks, and
+// adds their sums to its own. A thread holds the same rows and features on all ranks, so the data
+// needs no order other than that of the threads.
 //
 //   rank 0, block b                               rank 1, block b
 //   weight, rows -> sums                          weight, rows -> sums
 //   rounded sums ------------------------------>  slots[e % 2][0][b]
 //   slots[e % 2][1][b]  <-----------------------  rounded sums
-//   until all are there; total in the order of ranks, times factor, plus bias
-//   rounded, turned in shared memory, stored
+//   wait for all; total in rank order, times factor, plus bias
+//   rounded, transposed in shared memory, stored
 //
-// By lines each 16 bytes have the epoch in them, which says that they are there; by vectors there
-// is one flag for a block, behind a barrier and a fence: for what is large enough that a third more
-// bytes take longer than those.
+// LL: each packet of 16 bytes carries the epoch, which shows that it has arrived. Simple: one flag
+// per block, after a barrier and a fence. Simple is used if the message is large enough that LL's
+// additional third of bytes takes longer than the barrier, fence and flag.
 //
-// Nothing is overwritten before it is read. The memory of operation e was that of e - 2, and
-// nothing of it that of e - 1, whatever their sizes. Who writes it has had, by the end of its
-// kernel of e - 1, something of every rank of that operation, which that rank sent behind the end
-// of its kernel of e - 2. So there is no meeting at the begin, and none at the end.
+// Nothing is overwritten before it is read. The slots of operation e are those of e - 2, and share
+// no memory with those of e - 1, whatever the sizes of the operations. A rank that writes them has
+// received, by the end of its kernel of e - 1, data of operation e - 1 from every rank, and that
+// rank sent this data after the end of its kernel of e - 2, in which it had read its slots.
+// Therefore there is no entry barrier and no exit barrier.
 //
-// No circle. A block waits for blocks of its own number on other ranks alone, and these for it.
-// Where not all have an SM, GPUs start them in the order of their numbers, though CUDA does not
-// promise it.
+// There is no circular wait. A block waits only for the blocks of its own index on other ranks, and
+// these wait for it. If not all blocks have an SM, GPUs start them in index order, although CUDA
+// does not guarantee it.
 namespace torch_overlap::cuda {
 namespace {
 
-// One thread's part of a tile, rounded: two neighbouring rows of a feature in each word, 16 rows in
-// four words.
+// One thread's part of a tile, rounded. Each word holds two adjacent rows of a feature; four words
+// cover 16 rows of the tile.
 template <typename Config>
 struct Part {
-  static constexpr int kWords = Config::kOwnRows / 4;
-  static constexpr int kLines = (kWords + 2) / 3;
-  static constexpr bool kHasLines = kWords <= 16;  // registers for all of them at once
+  static constexpr int kWords = Config::kLocalRows / 4;
+  static constexpr int kNumLLPackets = (kWords + 2) / 3;
+  static constexpr bool kSupportsLL = kWords <= 16;  // Keeps all packets in registers at once.
   static constexpr int kVectors = kWords / 4;
-  // From a line or vector of a thread to its next one.
-  static constexpr int kStep = Config::kMultipliers * 16;
-  // Outputs lie in shared memory behind what the other half gives, where stages were.
-  static_assert(Config::kGivenBytes + Config::kOwnRows * Config::kFeatures * 2 <=
+  // Stride in bytes between successive packets or vectors of a thread.
+  static constexpr int kStep = Config::kNumMmaThreads * 16;
+  // Outputs are staged in shared memory after the sums of the cluster's other block. Both reuse the
+  // memory of the stages.
+  static_assert(Config::kExchangeBytes + Config::kLocalRows * Config::kFeatures * 2 <=
                 Config::kStages * Config::kStageBytes);
 };
 
-// The sums of a tile that two blocks have of half of k each: each gets half of the rows. Threads
-// have the same places in both. All threads of both blocks meet before and behind it.
+// Exchanges the sums of a tile between two blocks, each of which has summed half of k. Each block
+// gets the sums of half of the rows, which add_half() adds to its own. A thread has the same rows
+// and features in both blocks. All threads of both blocks must synchronize before and after this.
 template <typename Config>
-__device__ __forceinline__ void give_half(const sm90::FewRowsPlace<Config>& place, uint32_t shared,
+__device__ __forceinline__ void give_half(const sm90::SmallMTile<Config>& place, uint32_t shared,
                                           const float (&sums)[Config::kAccumulators],
-                                          float (&own)[Config::kOwnSums]) {
+                                          float (&own)[Config::kNumLocalAccumulators]) {
   const auto other = static_cast<uint32_t>(1 - place.part);
   const bool is_first = place.part == 0;
 #pragma unroll
-  for (int i = 0; i < Config::kOwnSums; i += 4) {
+  for (int i = 0; i < Config::kNumLocalAccumulators; i += 4) {
     float give[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float low = sums[i + j];
-      const float high = sums[Config::kOwnSums + i + j];
+      const float high = sums[Config::kNumLocalAccumulators + i + j];
       own[i + j] = is_first ? low : high;
       give[j] = is_first ? high : low;
     }
-    sm90::store_at(shared + (i / 4 * Config::kMultipliers + threadIdx.x) * 16, other,
-                   {give[0], give[1], give[2], give[3]});
+    sm90::st_shared_cluster(shared + (i / 4 * Config::kNumMmaThreads + threadIdx.x) * 16, other,
+                            {give[0], give[1], give[2], give[3]});
   }
 }
 
 template <typename Config>
-__device__ __forceinline__ void add_half(uint32_t shared, float (&own)[Config::kOwnSums]) {
+__device__ __forceinline__ void add_half(uint32_t shared,
+                                         float (&own)[Config::kNumLocalAccumulators]) {
 #pragma unroll
-  for (int i = 0; i < Config::kOwnSums; i += 4) {
+  for (int i = 0; i < Config::kNumLocalAccumulators; i += 4) {
     const uint4 given =
-        sm90::load_vector(shared + (i / 4 * Config::kMultipliers + threadIdx.x) * 16);
+        sm90::load_vector(shared + (i / 4 * Config::kNumMmaThreads + threadIdx.x) * 16);
     own[i] += __uint_as_float(given.x);
     own[i + 1] += __uint_as_float(given.y);
     own[i + 2] += __uint_as_float(given.z);
@@ -84,20 +88,21 @@ __device__ __forceinline__ void add_half(uint32_t shared, float (&own)[Config::k
   }
 }
 
-// Where a block of `source` writes on `owner` in an operation.
+// Returns the slot on `owner` that the block of `source` with this block's index writes in an
+// operation.
 template <typename Config>
 __device__ __forceinline__ char* slot_of(const FusedReduceParams& p, uint32_t epoch, int owner,
                                          int source) {
   using P = Part<Config>;
-  const int bytes = (p.by_lines ? P::kLines : P::kVectors) * P::kStep;
+  const int bytes = (p.use_ll ? P::kNumLLPackets : P::kVectors) * P::kStep;
   const int64_t block = static_cast<int64_t>(source) * gridDim.x + blockIdx.x;
-  return p.slots[owner] + (epoch % 2 == 0 ? 0 : p.odd_at) + block * bytes;
+  return p.slots[owner] + (epoch % 2 == 0 ? 0 : p.odd_epoch_offset) + block * bytes;
 }
 
-// 8-bit operands: sums [features, rows] become those of the values.
+// Applies the scales of 8-bit operands to the sums [features, rows].
 template <typename Config>
 __device__ __forceinline__ void scale(const FusedReduceParams& p, int feature, int row,
-                                      float (&sums)[Config::kOwnSums]) {
+                                      float (&sums)[Config::kNumLocalAccumulators]) {
   if (!p.scaled_by_row) {
     sm90::multiply_by(*p.rows_scale * *p.weight_scale, sums);
     return;
@@ -105,7 +110,7 @@ __device__ __forceinline__ void scale(const FusedReduceParams& p, int feature, i
   const float first = feature < p.product.n ? p.weight_scale[feature] : 0.0F;
   const float second = feature + 8 < p.product.n ? p.weight_scale[feature + 8] : 0.0F;
 #pragma unroll
-  for (int i = 0; i < Config::kOwnSums; i += 4) {
+  for (int i = 0; i < Config::kNumLocalAccumulators; i += 4) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int at = row + 2 * i + j;
@@ -116,19 +121,19 @@ __device__ __forceinline__ void scale(const FusedReduceParams& p, int feature, i
   }
 }
 
-// What becomes of the sums of a warpgroup's 64 features.
+// Rounds and stores the sums of a warpgroup's 64 features.
 template <typename Config>
 class Outputs {
   using Out = typename Config::Out;
 
  public:
   __device__ __forceinline__ Outputs(const FusedReduceParams& p,
-                                     const sm90::FewRowsPlace<Config>& place, uint32_t shared)
+                                     const sm90::SmallMTile<Config>& place, uint32_t shared)
       : p_(p),
         group_(static_cast<int>(threadIdx.x) / 128),
         first_feature_(place.feature + 64 * group_),
-        first_row_(place.part * Config::kOwnRows),
-        shared_(shared + Config::kGivenBytes + group_ * Config::kOwnRows * 128) {
+        first_row_(place.part * Config::kLocalRows),
+        shared_(shared + Config::kExchangeBytes + group_ * Config::kLocalRows * 128) {
     if (p.bias == nullptr) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -137,7 +142,7 @@ class Outputs {
     }
   }
 
-  // Of this thread: the first one of two, 8 apart; and the first row.
+  // First feature of this thread, whose second one is feature() + 8; and its first row.
   __device__ __forceinline__ int feature() const {
     const int thread = static_cast<int>(threadIdx.x) % 128;
     return first_feature_ + thread / 32 * 16 + thread % 32 / 4;
@@ -145,13 +150,13 @@ class Outputs {
   __device__ __forceinline__ int row() const {
     return first_row_ + 2 * (static_cast<int>(threadIdx.x) % 4);
   }
-  // Of this block, that the product has.
+  // Number of this block's rows that the product has.
   __device__ __forceinline__ int rows() const {
-    return max(0, min(Config::kOwnRows, p_.product.m - first_row_));
+    return max(0, min(Config::kLocalRows, p_.product.m - first_row_));
   }
 
-  // Rounds and stores them.
-  __device__ __forceinline__ void put(const float (&total)[Config::kOwnSums]) const {
+  // Applies the factor and the bias, rounds, and stores to `out`.
+  __device__ __forceinline__ void put(const float (&total)[Config::kNumLocalAccumulators]) const {
     const int thread = static_cast<int>(threadIdx.x) % 128;
     const int lane = thread % 32;
     const int chunk = thread / 32 * 2 + lane / 8 % 2;
@@ -164,15 +169,15 @@ class Outputs {
                                 total[2 * (w + i) + 1] * p_.factor + bias_[i % 2]);
       }
       const int row = 4 * w + lane / 16 * 8 + lane % 8;
-      sm90::store_transposed(shared_ + row * 128 + ((chunk ^ (row & 7)) << 4), rounded);
+      sm90::stmatrix_x4_trans(shared_ + row * 128 + ((chunk ^ (row & 7)) << 4), rounded);
     }
-    sm90::meet_threads(1 + group_, 128);
+    sm90::named_barrier_sync(1 + group_, 128);
     const int vector = thread % 8;
     const int feature = first_feature_ + vector * 8;
     if (feature >= p_.product.n) return;
     auto* const out = static_cast<Out*>(p_.out) + feature;
 #pragma unroll 4
-    for (int row = thread / 8; row < Config::kOwnRows; row += 16) {
+    for (int row = thread / 8; row < Config::kLocalRows; row += 16) {
       if (first_row_ + row >= p_.product.m) break;
       *reinterpret_cast<uint4*>(out + static_cast<int64_t>(first_row_ + row) * p_.product.n) =
           sm90::load_vector(shared_ + row * 128 + ((vector ^ (row & 7)) << 4));
@@ -188,7 +193,7 @@ class Outputs {
   float bias_[2] = {0, 0};
 };
 
-// total += the words of one rank, of which rank 0 comes first.
+// Adds the words of one rank to `total`. Rank 0 must come first: it initializes `total`.
 template <typename Out, int kSums>
 __device__ __forceinline__ void add(int rank, const uint32_t* words, float (&total)[kSums]) {
 #pragma unroll
@@ -201,12 +206,13 @@ __device__ __forceinline__ void add(int rank, const uint32_t* words, float (&tot
   }
 }
 
-// What all ranks have, in their order: `mine`, and of another one what take(rank, part) brings.
+// Sums the data of all ranks in rank order and stores the result. `mine` is this rank's data;
+// take(rank, part) reads the data of another rank into `part`.
 template <typename Config, int kWords, typename Take>
 __device__ __forceinline__ void put_sums(const ChannelWords& words, const Outputs<Config>& outputs,
                                          const uint32_t (&mine)[kWords], const Take& take) {
   using Out = typename Config::Out;
-  float total[Config::kOwnSums];
+  float total[Config::kNumLocalAccumulators];
 #pragma unroll 1
   for (int rank = 0; rank < words.size; ++rank) {
     if (rank == words.rank) {
@@ -220,122 +226,128 @@ __device__ __forceinline__ void put_sums(const ChannelWords& words, const Output
   outputs.put(total);
 }
 
-// Whether what carries the epoch `seen` is of this operation, or as far ahead of it as its sender
-// may be. Words that no operation has written for long are not.
-__device__ __forceinline__ bool is_of(uint32_t seen, uint32_t epoch, uint32_t ahead) {
+// True if data with the epoch `seen` belongs to this operation, or to one that is at most `ahead`
+// later, which its sender may have reached. False for a word that no operation has written for a
+// long time.
+__device__ __forceinline__ bool is_in_epoch_window(uint32_t seen, uint32_t epoch, uint32_t ahead) {
   return seen - epoch <= ahead;
 }
 
-// Of a word of `source` that has been looked at for a while. False: a wait has failed.
-__device__ __noinline__ bool comes_long(const FusedReduceParams& p, const uint32_t* word,
-                                        uint32_t epoch, uint32_t ahead, int source) {
+// Slow path: waits for a word of `source` that has been polled for a while. Returns false if a wait
+// has failed.
+__device__ __noinline__ bool wait_late_packet(const FusedReduceParams& p, const uint32_t* word,
+                                              uint32_t epoch, uint32_t ahead, int source) {
   const OperationParams& operation = p.operation;
-  const uint32_t* const gone = operation.words.gone;
+  const uint32_t* const abort_flag = operation.words.abort_flag;
   uint32_t seen;
-  const WaitEnd end = look_until(
+  const WaitResult end = poll_until(
       operation.control, word,
-      [=](uint32_t now) { return is_of(now, epoch, ahead) || load_acquire(gone) != 0; },
-      kManyLookAtHostNs, seen);
-  if (end == WaitEnd::failed) return false;
-  if (end == WaitEnd::there && is_of(load_acquire(word), epoch, ahead)) {
+      [=](uint32_t now) {
+        return is_in_epoch_window(now, epoch, ahead) || load_acquire(abort_flag) != 0;
+      },
+      kAllBlocksHostPollIntervalNs, seen);
+  if (end == WaitResult::failed) return false;
+  if (end == WaitResult::ready && is_in_epoch_window(load_acquire(word), epoch, ahead)) {
     return !has_failed(operation.control);
   }
-  const BegunEntry* const entry = p.begun[source] + entry_at(epoch);
-  const BegunEntry begun = load_acquire(entry);
+  const EntryFlag* const entry = p.begun[source] + entry_slot(epoch);
+  const EntryFlag begun = load_acquire(entry);
   WaitRecord what{};
   what.kind = WaitKind::chunk;
-  if (end == WaitEnd::there) {
-    what.kind = WaitKind::gone;
-  } else if (!reached(begun, epoch)) {  // no block but the first waits for that
+  if (end == WaitResult::ready) {
+    what.kind = WaitKind::peer_aborted;
+  } else if (!has_reached(begun, epoch)) {  // Only the first block waits for entry flags.
     what.kind = WaitKind::begin;
-    seen = come_to(entry, begun, epoch);
+    seen = arrived_epoch(entry, begun, epoch);
   }
-  what.window = operation.words.id;
+  what.memory_id = operation.words.id;
   what.peer = source;
   what.expected = epoch;
-  give_up(operation.control, what, seen);
+  record_failure(operation.control, what, seen);
   return false;
 }
 
-constexpr int kLooks = 64;  // before it is asked whether waiting makes sense
+constexpr int kPollsPerCheck = 64;  // Number of polls before the slow path.
 
-// Waits for the word of a source behind its vectors; it may be at the next operation. False: a wait
-// has failed.
-__device__ __forceinline__ bool is_told(const FusedReduceParams& p, const uint32_t* word,
-                                        uint32_t epoch, int source) {
+// Waits for the flag of a source, which follows its Simple data. The flag may already have the
+// epoch of the next operation. Returns false if a wait has failed.
+__device__ __forceinline__ bool wait_block_flag(const FusedReduceParams& p, const uint32_t* word,
+                                                uint32_t epoch, int source) {
 #pragma unroll 1
-  for (int look = 0; look < kLooks; ++look) {
-    if (is_of(load_acquire(word), epoch, 1)) return true;
+  for (int look = 0; look < kPollsPerCheck; ++look) {
+    if (is_in_epoch_window(load_acquire(word), epoch, 1)) return true;
   }
-  return comes_long(p, word, epoch, 1, source);
+  return wait_late_packet(p, word, epoch, 1, source);
 }
 
-// Waits for each line of a thread by its word, which stays until the source has heard of this rank.
+// Waits for each LL packet of this thread by its epoch. The source does not overwrite a packet
+// before it has received this rank's data of the next operation.
 template <typename Config>
-__device__ __forceinline__ bool lines_come(const FusedReduceParams& p, const char* from, int lines,
-                                           uint32_t epoch, int source) {
+__device__ __forceinline__ bool wait_ll_packets(const FusedReduceParams& p, const char* from,
+                                                int packets, uint32_t epoch, int source) {
 #pragma unroll 1
-  for (int j = 0; j < lines; ++j) {
+  for (int j = 0; j < packets; ++j) {
     const auto* const word = reinterpret_cast<const uint32_t*>(from + j * Part<Config>::kStep) + 3;
-    if (!comes_long(p, word, epoch, 0, source)) return false;
+    if (!wait_late_packet(p, word, epoch, 0, source)) return false;
   }
   return true;
 }
 
-// Of a thread: to all others, and from all. False: a wait has failed.
+// Sends this thread's data to all peers and receives theirs. Returns false if a wait has failed.
 template <typename Config>
-__device__ __forceinline__ bool reduce_lines(const FusedReduceParams& p, uint32_t epoch,
-                                             bool may_send, const Outputs<Config>& outputs,
-                                             const float (&own)[Config::kOwnSums]) {
+__device__ __forceinline__ bool reduce_ll(const FusedReduceParams& p, uint32_t epoch, bool may_send,
+                                          const Outputs<Config>& outputs,
+                                          const float (&own)[Config::kNumLocalAccumulators]) {
   using P = Part<Config>;
   using Out = typename Config::Out;
   const ChannelWords& words = p.operation.words;
-  const int lines = ((outputs.rows() + 7) / 8 * 2 + 2) / 3;
-  uint32_t mine[3 * P::kLines] = {};
+  const int packets = ((outputs.rows() + 7) / 8 * 2 + 2) / 3;
+  uint32_t mine[3 * P::kNumLLPackets] = {};
 #pragma unroll
   for (int w = 0; w < P::kWords; ++w) mine[w] = sm90::pack(Out{}, own[2 * w], own[2 * w + 1]);
   for (int i = 1; i < words.size && may_send; ++i) {
     const int peer = (words.rank + i) % words.size;
     char* const to = slot_of<Config>(p, epoch, peer, words.rank) + threadIdx.x * 16;
 #pragma unroll
-    for (int j = 0; j < P::kLines; ++j) {
-      if (j >= lines) break;
-      store_line(to + j * P::kStep, {mine[3 * j], mine[3 * j + 1], mine[3 * j + 2], epoch});
+    for (int j = 0; j < P::kNumLLPackets; ++j) {
+      if (j >= packets) break;
+      store_ll(to + j * P::kStep, {mine[3 * j], mine[3 * j + 1], mine[3 * j + 2], epoch});
     }
   }
   bool is_good = may_send;
-  const auto take = [&](int source, uint32_t (&part)[3 * P::kLines]) {
+  const auto take = [&](int source, uint32_t (&part)[3 * P::kNumLLPackets]) {
     const char* const from = slot_of<Config>(p, epoch, words.rank, source) + threadIdx.x * 16;
     for (int look = 1;; ++look) {
-      bool is_there = true;
+      bool is_ready = true;
 #pragma unroll
-      for (int j = 0; j < P::kLines; ++j) {
-        if (j >= lines) break;
-        const uint4 line = load_line(from + j * P::kStep);
-        is_there = is_there && is_of(line.w, epoch, 0);
+      for (int j = 0; j < P::kNumLLPackets; ++j) {
+        if (j >= packets) break;
+        const uint4 line = load_ll(from + j * P::kStep);
+        is_ready = is_ready && is_in_epoch_window(line.w, epoch, 0);
         part[3 * j] = line.x;
         part[3 * j + 1] = line.y;
         part[3 * j + 2] = line.z;
       }
-      if (is_there) return true;
-      if (look % kLooks == 0 && !lines_come<Config>(p, from, lines, epoch, source)) return false;
+      if (is_ready) return true;
+      if (look % kPollsPerCheck == 0 && !wait_ll_packets<Config>(p, from, packets, epoch, source))
+        return false;
     }
   };
-  put_sums(words, outputs, mine, [&](int source, uint32_t (&part)[3 * P::kLines]) {
+  put_sums(words, outputs, mine, [&](int source, uint32_t (&part)[3 * P::kNumLLPackets]) {
     is_good = is_good && take(source, part);
   });
   return is_good;
 }
 
-// Barriers of the block; 1 and 2 are those of the warpgroups.
-constexpr int kRead = 3;  // of all that multiply
-constexpr int kSent = 4;  // of these, and the warp that tells
+// Named barriers of the block. 1 and 2 are those of the warpgroups.
+constexpr int kRead = 3;  // All threads that multiply.
+constexpr int kSent = 4;  // These, and the warp that signals the peers.
 
-// The same by vectors. tell_all() is what follows them.
+// Does the same by Simple. signal_peers() sends the flags that follow the data.
 template <typename Config>
-__device__ __forceinline__ bool reduce_vectors(const FusedReduceParams& p, uint32_t epoch,
-                                               bool may_send, const Outputs<Config>& outputs,
-                                               const float (&own)[Config::kOwnSums]) {
+__device__ __forceinline__ bool reduce_simple(const FusedReduceParams& p, uint32_t epoch,
+                                              bool may_send, const Outputs<Config>& outputs,
+                                              const float (&own)[Config::kNumLocalAccumulators]) {
   using P = Part<Config>;
   using Out = typename Config::Out;
   const ChannelWords& words = p.operation.words;
@@ -353,20 +365,20 @@ __device__ __forceinline__ bool reduce_vectors(const FusedReduceParams& p, uint3
                                                       mine[4 * j + 3]};
     }
   }
-  sm90::tell_threads(kSent, Config::kMultipliers + 32);
+  sm90::named_barrier_arrive(kSent, Config::kNumMmaThreads + 32);
   bool is_good = may_send;
   if (is_peer(words)) {
     const auto peer = static_cast<int>(threadIdx.x);
-    is_good = is_told(p, p.told[peer] + blockIdx.x, epoch, peer) && is_good;
+    is_good = wait_block_flag(p, p.notified[peer] + blockIdx.x, epoch, peer) && is_good;
   }
   __syncwarp();
-  sm90::meet_threads(kRead, Config::kMultipliers);
+  sm90::named_barrier_sync(kRead, Config::kNumMmaThreads);
   put_sums(words, outputs, mine, [&](int source, uint32_t (&part)[P::kWords]) {
     const char* const from = slot_of<Config>(p, epoch, words.rank, source) + threadIdx.x * 16;
 #pragma unroll
     for (int j = 0; j < P::kVectors; ++j) {
       if (j >= vectors) break;
-      // Written by others: not by way of L1.
+      // Bypasses L1: other ranks write this memory.
       const uint4 vector = __ldcg(reinterpret_cast<const uint4*>(from + j * P::kStep));
       part[4 * j] = vector.x;
       part[4 * j + 1] = vector.y;
@@ -377,11 +389,12 @@ __device__ __forceinline__ bool reduce_vectors(const FusedReduceParams& p, uint3
   return is_good;
 }
 
-// Of one warp: when all threads have sent their vectors, each lane tells a rank, behind a fence
-// that the threads do not wait for. Not if some may not have sent, which is false.
+// Called by one warp. After all threads have sent their vectors, each lane signals one rank. The
+// release store includes the fence, so the sending threads do not wait for it. Returns false,
+// without a signal, if some threads may not have sent.
 template <typename Config>
-__device__ __forceinline__ bool tell_all(const FusedReduceParams& p, uint32_t epoch) {
-  sm90::meet_threads(kSent, Config::kMultipliers + 32);
+__device__ __forceinline__ bool signal_peers(const FusedReduceParams& p, uint32_t epoch) {
+  sm90::named_barrier_sync(kSent, Config::kNumMmaThreads + 32);
   const int peer = static_cast<int>(threadIdx.x) % 32;
   if (!is_peer(p.operation.words, peer)) return true;
   if (has_failed(p.operation.control)) return false;
@@ -389,38 +402,38 @@ __device__ __forceinline__ bool tell_all(const FusedReduceParams& p, uint32_t ep
   return true;
 }
 
-// Of a warp of block 0: the ranks tell each other that they have begun, and with how many rows. No
-// other block waits for it, nor does this one but in a cluster, so that a peer may have begun the
-// next operation. False: they differ, or a wait has failed. Without calls: beside products of wgmma
-// ptxas finds no registers for them.
-__device__ __forceinline__ bool meet_ranks(const FusedReduceParams& p, uint32_t epoch) {
+// Called by a warp of block 0. Exchanges entry flags, with the rows and the signature, with all
+// peers. Only the cluster of block 0 waits for the exchange before it sends, and only if kSplitK >
+// 1; therefore a peer may have begun the next operation already. Returns false if the signatures
+// differ or a wait has failed. Contains no calls: ptxas finds no registers for them next to wgmma.
+__device__ __forceinline__ bool exchange_entry_flags(const FusedReduceParams& p, uint32_t epoch) {
   const OperationParams& operation = p.operation;
   const ChannelWords& words = operation.words;
   const WaitControl& control = operation.control;
   const int peer = static_cast<int>(threadIdx.x) % 32;
   if (!is_peer(words, peer)) return true;
-  if (!has_failed(control)) tell_entry(p.begin[peer], operation.rows, epoch);
-  const BegunEntry entry = await_word(words, p.begun[peer] + entry_at(epoch), epoch,
-                                      WaitKind::begin, peer, control, kManyLookAtHostNs);
-  if (!reached(entry, epoch)) return false;
-  if (said_of(entry) == operation.rows) return true;
+  if (!has_failed(control)) signal_entry(p.begin[peer], operation.rows, epoch);
+  const EntryFlag entry = await_word(words, p.begun[peer] + entry_slot(epoch), epoch,
+                                     WaitKind::begin, peer, control, kAllBlocksHostPollIntervalNs);
+  if (!has_reached(entry, epoch)) return false;
+  if (payload_of(entry) == operation.rows) return true;
   WaitRecord what{};
-  what.kind = WaitKind::rows;
-  what.window = words.id;
+  what.kind = WaitKind::signature_mismatch;
+  what.memory_id = words.id;
   what.peer = peer;
   what.expected = operation.rows;
-  give_up(control, what, said_of(entry));
+  record_failure(control, what, payload_of(entry));
   return false;
 }
 
-// Of another warp, which waits for no rank.
-__device__ __forceinline__ bool stands_alone(const FusedReduceParams& p) {
+// Called by another warp, which waits for no rank. Returns false if another such kernel runs.
+__device__ __forceinline__ bool try_mark_busy(const FusedReduceParams& p) {
   const OperationParams& operation = p.operation;
   if (threadIdx.x % 32 != 0 || atomicExch(operation.busy, 1U) == 0) return true;
   WaitRecord what{};
-  what.kind = WaitKind::apart;
-  what.window = operation.words.id;
-  give_up(operation.control, what, 0);
+  what.kind = WaitKind::concurrent_ops;
+  what.memory_id = operation.words.id;
+  record_failure(operation.control, what, 0);
   return false;
 }
 
@@ -432,98 +445,100 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const uint32_t shared = (sm90::shared_address(dynamic) + 1023) & ~uint32_t{1023};
   const OperationParams& operation = p.operation;
   const ChannelWords& words = operation.words;
-  const sm90::FewRowsPlace<Config> place(p.product);
-  sm90::init_few_rows(barriers);
+  const sm90::SmallMTile<Config> place(p.product);
+  sm90::init_small_m(barriers);
   bool is_good = true;
-  if (threadIdx.x >= Config::kMultipliers) {
-    if constexpr (Config::kGroups > 1) sm90::fewer_registers<40>();
-    const int warp = (static_cast<int>(threadIdx.x) - Config::kMultipliers) / 32;
+  if (threadIdx.x >= Config::kNumMmaThreads) {
+    if constexpr (Config::kNumMmaWarpgroups > 1) sm90::warpgroup_reg_dealloc<40>();
+    const int warp = (static_cast<int>(threadIdx.x) - Config::kNumMmaThreads) / 32;
     const uint32_t epoch = *static_cast<const volatile uint32_t*>(words.epoch) + 1;
-    if (warp == 1 && blockIdx.x == 0) is_good = meet_ranks(p, epoch);
-    if (warp == 2 && blockIdx.x == 0) is_good = stands_alone(p);
-    if (threadIdx.x == Config::kMultipliers) {
-      sm90::load_few_rows<Config>(p.product, place, shared, barriers);
+    if (warp == 1 && blockIdx.x == 0) is_good = exchange_entry_flags(p, epoch);
+    if (warp == 2 && blockIdx.x == 0) is_good = try_mark_busy(p);
+    if (threadIdx.x == Config::kNumMmaThreads) {
+      sm90::load_small_m<Config>(p.product, place, shared, barriers);
     }
     __syncwarp();
-    if constexpr (Config::kSplit > 1) {
+    if constexpr (Config::kSplitK > 1) {
       sm90::cluster_sync();
       sm90::cluster_sync();
     }
-    if (warp == 0 && !(Part<Config>::kHasLines && p.by_lines)) {
-      is_good = tell_all<Config>(p, epoch);
+    if (warp == 0 && !(Part<Config>::kSupportsLL && p.use_ll)) {
+      is_good = signal_peers<Config>(p, epoch);
     }
   } else {
-    if constexpr (Config::kGroups > 1) sm90::more_registers<232>();
-    // Asked for now, and there when the sums are.
+    if constexpr (Config::kNumMmaWarpgroups > 1) sm90::warpgroup_reg_alloc<232>();
+    // Loaded early, so that the latency overlaps with the product.
     const uint32_t epoch = *static_cast<const volatile uint32_t*>(words.epoch) + 1;
     const bool may_send = __all_sync(~0U, !has_failed(operation.control)) != 0;
     float sums[Config::kAccumulators];
-    sm90::multiply_few_rows<Config>(place, shared, barriers, sums);
-    float own[Config::kOwnSums];
-    if constexpr (Config::kSplit > 1) {
-      sm90::cluster_sync();  // all stages have been read
+    sm90::multiply_small_m<Config>(place, shared, barriers, sums);
+    float own[Config::kNumLocalAccumulators];
+    if constexpr (Config::kSplitK > 1) {
+      sm90::cluster_sync();  // All stages have been read.
       give_half<Config>(place, shared, sums, own);
       sm90::cluster_sync();
       add_half<Config>(shared, own);
     } else {
 #pragma unroll
-      for (int i = 0; i < Config::kOwnSums; ++i) own[i] = sums[i];
-      sm90::meet_threads(kRead, Config::kMultipliers);  // all stages have been read
+      for (int i = 0; i < Config::kNumLocalAccumulators; ++i) own[i] = sums[i];
+      sm90::named_barrier_sync(kRead, Config::kNumMmaThreads);  // All stages have been read.
     }
     const Outputs<Config> outputs(p, place, shared);
     if constexpr (Config::In::kBytes == 1) {
       scale<Config>(p, outputs.feature(), outputs.row(), own);
     }
-    if (Part<Config>::kHasLines && p.by_lines) {
-      if constexpr (Part<Config>::kHasLines) {
-        is_good = reduce_lines<Config>(p, epoch, may_send, outputs, own);
+    if (Part<Config>::kSupportsLL && p.use_ll) {
+      if constexpr (Part<Config>::kSupportsLL) {
+        is_good = reduce_ll<Config>(p, epoch, may_send, outputs, own);
       }
     } else {
-      is_good = reduce_vectors<Config>(p, epoch, may_send, outputs, own);
+      is_good = reduce_simple<Config>(p, epoch, may_send, outputs, own);
     }
   }
   is_good = __syncthreads_and(static_cast<int>(is_good)) != 0;
-  if (!is_good && is_peer(words)) tell_gone(operation, static_cast<int>(threadIdx.x));
+  if (!is_good && is_peer(words)) signal_abort(operation, static_cast<int>(threadIdx.x));
   if (threadIdx.x == 0) {
     const uint32_t epoch = *static_cast<const volatile uint32_t*>(words.epoch) + 1;
     if (atomicAdd(words.ticket, 1U) + 1 == gridDim.x) leave_operation(operation, epoch, is_good);
   }
 }
 
-// What of a configuration does not depend on types and layouts.
-template <int kRows, int kGroups, int kSplit>
+// Part of a configuration that does not depend on types and layouts.
+template <int kRows, int kNumMmaWarpgroups, int kSplitK>
 struct Shape {
-  template <typename In, typename Out, bool kWeightAlongK>
+  template <typename In, typename Out, bool kIsWeightKMajor>
   static FusedReduceKernel kernel() {
-    using Config = sm90::FewRowsConfig<In, Out, kRows, kGroups, kSplit, kWeightAlongK>;
+    using Config = sm90::SmallMConfig<In, Out, kRows, kNumMmaWarpgroups, kSplitK, kIsWeightKMajor>;
     return {.kernel = reinterpret_cast<const void*>(fused_reduce_kernel<Config>),
             .rows = kRows,
             .features = Config::kFeatures,
-            .cluster = kSplit,
+            .cluster = kSplitK,
             .depth = Config::kDepth,
             .threads = Config::kThreads,
             .shared_bytes = Config::kSharedBytes,
-            .line_bytes = Part<Config>::kHasLines ? Part<Config>::kLines * Part<Config>::kStep : 0,
-            .vector_bytes = Part<Config>::kVectors * Part<Config>::kStep};
+            .ll_bytes =
+                Part<Config>::kSupportsLL ? Part<Config>::kNumLLPackets * Part<Config>::kStep : 0,
+            .simple_bytes = Part<Config>::kVectors * Part<Config>::kStep};
   }
 };
 
-template <typename In, typename Out, bool kWeightAlongK, typename... Shapes>
+template <typename In, typename Out, bool kIsWeightKMajor, typename... Shapes>
 std::span<const FusedReduceKernel> kernels_of() {
-  static const FusedReduceKernel all[] = {Shapes::template kernel<In, Out, kWeightAlongK>()...};
+  static const FusedReduceKernel all[] = {Shapes::template kernel<In, Out, kIsWeightKMajor>()...};
   return all;
 }
 
 }  // namespace
 
 std::span<const FusedReduceKernel> fused_reduce_kernels(const sm90::KernelKey& key) {
-  // The instruction has the weight first.
+  // The weight is the first operand of the instruction.
   sm90::KernelKey turned = key;
   std::swap(turned.lhs, turned.rhs);
-  return sm90::for_types(
-      turned, [](auto in, auto out, auto along_k) -> std::span<const FusedReduceKernel> {
-        return kernels_of<decltype(in), decltype(out), along_k(), Shape<16, 1, 1>, Shape<32, 1, 1>,
-                          Shape<64, 1, 1>, Shape<128, 1, 1>, Shape<256, 1, 2>, Shape<256, 2, 2>>();
+  return sm90::dispatch_types(
+      turned, [](auto in, auto out, auto is_k_major) -> std::span<const FusedReduceKernel> {
+        return kernels_of<decltype(in), decltype(out), is_k_major(), Shape<16, 1, 1>,
+                          Shape<32, 1, 1>, Shape<64, 1, 1>, Shape<128, 1, 1>, Shape<256, 1, 2>,
+                          Shape<256, 2, 2>>();
       });
 }
 

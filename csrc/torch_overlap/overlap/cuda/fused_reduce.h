@@ -6,7 +6,7 @@
 
 #include "torch_overlap/gemm/sm90/kernels.h"
 #include "torch_overlap/gemm/sm90/params.h"
-#include "torch_overlap/overlap/cuda/direct.h"
+#include "torch_overlap/overlap/cuda/low_latency.h"
 #include "torch_overlap/symm/entry.h"
 
 // GEMM + all-reduce of few rows in one kernel.
@@ -14,43 +14,45 @@ namespace torch_overlap::cuda {
 
 struct FusedReduceKernel {
   const void* kernel;
-  int rows;      // at most
-  int features;  // of a tile
-  int cluster;   // blocks of a tile, which have a part of k each
-  int depth;     // of k in a stage
+  int rows;      // Maximum number of rows.
+  int features;  // Features per tile.
+  int cluster;   // Blocks per tile; each multiplies a part of k.
+  int depth;     // Elements of k per stage.
   int threads;
   int shared_bytes;
-  // What a block sends to each rank, in bytes: as lines (0: it does not), or as vectors, which a
-  // flag follows.
-  int line_bytes;
-  int vector_bytes;
+  // Bytes that a block sends to each rank: by LL (zero if not supported), and by Simple without its
+  // flag.
+  int ll_bytes;
+  int simple_bytes;
 };
 
 struct FusedReduceParams {
   OperationParams operation;
-  sm90::FewRowsParams product;
-  // Of 8-bit operands: one factor for both, or one for each row and feature.
+  sm90::SmallMParams product;
+  // Scales of 8-bit operands: one per tensor, or one per row and per feature.
   const float* rows_scale;
   const float* weight_scale;
   bool scaled_by_row;
-  void* out;  // [m, n], contiguous, to 16 bytes
+  void* out;  // [m, n], contiguous, aligned to 16 bytes.
   float factor;
-  const void* bias;  // [n], of the type of out; null: 0
-  // Of each rank: what all send there. Lines and vectors have memory of their own, for a line is
-  // known by one of its words.
-  bool by_lines;
-  char* slots[kMostDirectRanks];
-  int64_t odd_at;  // of operations of odd epochs, from there on
-  // A word for each block, behind its vectors: on each rank, and of each rank here.
-  uint32_t* tell[kMostDirectRanks];
-  const uint32_t* told[kMostDirectRanks];
-  // Entries: the first of this rank's on each, and of those of each rank here.
-  BegunEntry* begin[kMostDirectRanks];
-  const BegunEntry* begun[kMostDirectRanks];
+  const void* bias;  // [n], in the type of out; null for none.
+  // Slots on each rank, which all ranks write. LL and Simple use separate memory, because an LL
+  // packet is recognized by the epoch in one of its words.
+  bool use_ll;
+  char* slots[kMaxLowLatencyRanks];
+  int64_t odd_epoch_offset;  // Offset in bytes of the slots of odd epochs.
+  // One flag per block, stored after its Simple data: this rank's on each rank, and each rank's
+  // here.
+  uint32_t* tell[kMaxLowLatencyRanks];
+  const uint32_t* notified[kMaxLowLatencyRanks];
+  // Entry flags: the first of this rank's on each rank, and the first of each rank's here.
+  EntryFlag* begin[kMaxLowLatencyRanks];
+  const EntryFlag* begun[kMaxLowLatencyRanks];
 };
 
-// By types and the way that the weight, the key's rhs, lies; its tile is not looked at. None, or
-// those of fewer rows first.
+// Returns the kernels for the types and the weight layout of the key; the weight is the key's rhs.
+// They are sorted by ascending `rows`; the span is empty if there are none. The key's tile is
+// ignored.
 std::span<const FusedReduceKernel> fused_reduce_kernels(const sm90::KernelKey& key);
 
 cudaError_t launch_fused_reduce(const FusedReduceKernel& kernel, const FusedReduceParams& params,

@@ -5,39 +5,40 @@
 #include <limits>
 
 #include "torch_overlap/common/cuda/check.h"
-#include "torch_overlap/gemm/sm90/maps.h"
+#include "torch_overlap/gemm/sm90/tensor_maps.h"
 #include "torch_overlap/gemm/sm90/types.h"
-#include "torch_overlap/overlap/cuda/direct_host.h"
 #include "torch_overlap/overlap/cuda/fused_host.h"
 #include "torch_overlap/overlap/cuda/fused_operands.h"
 #include "torch_overlap/overlap/cuda/fused_reduce.h"
+#include "torch_overlap/overlap/cuda/low_latency_host.h"
 
 namespace torch_overlap::cuda {
 namespace {
 
-// What a rank sends to all others together, at most: of more, other ways send less.
-constexpr int64_t kMostSent = int64_t{8} << 20;
-// Up to so much lines are quicker than vectors and a flag.
-constexpr int64_t kMostByLines = int64_t{3} << 19;
+// Maximum number of bytes that a rank sends to all peers together. Above it, other algorithms send
+// less.
+constexpr int64_t kMaxSentBytes = int64_t{8} << 20;
+// LL is faster than Simple up to this size.
+constexpr int64_t kMaxLLBytes = int64_t{3} << 19;
 
-// Where nothing was measured, up to so many rows, and so much to all others together, it is quicker
-// than a product and a collective; and some SMs are left to kernels of other streams, which ranks
-// may start in another order.
-constexpr int64_t kMostRowsByRule = 128;
-constexpr int64_t kMostSentByRule = int64_t{4} << 20;
+// Limits for use without measurements: rows, and bytes that a rank sends to all peers together.
+// Within them the kernel is faster than a product and a collective. Some SMs are left to kernels of
+// other streams, which ranks may start in another order.
+constexpr int64_t kMaxAutoRows = 128;
+constexpr int64_t kMaxAutoSentBytes = int64_t{4} << 20;
 constexpr int kSpareSms = 4;
 
 constexpr int64_t kAlignment = 128;
 
-// A kernel, and how it goes through a product.
+// A kernel and its launch configuration.
 struct Plan {
   const FusedReduceKernel* kernel = nullptr;
   int blocks = 0;
-  bool by_lines = false;
+  bool use_ll = false;
 
-  // What all ranks send to one.
+  // Returns the number of bytes that all ranks send to one.
   int64_t received_bytes(int size) const {
-    return int64_t{size} * blocks * (by_lines ? kernel->line_bytes : kernel->vector_bytes);
+    return int64_t{size} * blocks * (use_ll ? kernel->ll_bytes : kernel->simple_bytes);
   }
 };
 
@@ -50,66 +51,67 @@ struct Problem {
   int64_t out_element;
 };
 
-int64_t sent_by(const Problem& problem) {
+int64_t sent_bytes(const Problem& problem) {
   return problem.m * problem.n * problem.out_element * (problem.size - 1);
 }
 
-int64_t blocks_of(const FusedReduceKernel& kernel, int64_t n) {
+int64_t num_blocks(const FusedReduceKernel& kernel, int64_t n) {
   return ceil_div(n, kernel.features) * kernel.cluster;
 }
 
-// Without a kernel where there is none for it.
+// Returns a plan without a kernel if no kernel supports the problem.
 Plan plan_of(const KernelKey& key, const Problem& problem) {
-  const int64_t sent = sent_by(problem);
-  if (problem.size < 2 || sent > kMostSent) return {};
+  const int64_t sent = sent_bytes(problem);
+  if (problem.size < 2 || sent > kMaxSentBytes) return {};
   const FusedReduceKernel* best = nullptr;
-  int64_t least = std::numeric_limits<int64_t>::max();
+  int64_t min_time = std::numeric_limits<int64_t>::max();
   for (const FusedReduceKernel& kernel : fused_reduce_kernels(key)) {
     if (kernel.rows < problem.m || ceil_div(problem.k, kernel.depth) < kernel.cluster) continue;
     if (best != nullptr && kernel.rows > best->rows) break;
-    // What a block reads, wave by wave.
-    const int64_t waves = ceil_div(blocks_of(kernel, problem.n), problem.sms);
+    // Estimates the time by the data that a block reads, wave by wave.
+    const int64_t waves = ceil_div(num_blocks(kernel, problem.n), problem.sms);
     const int64_t time = waves * (kernel.features + kernel.rows) / kernel.cluster;
-    if (time >= least) continue;
-    least = time;
+    if (time >= min_time) continue;
+    min_time = time;
     best = &kernel;
   }
-  if (best == nullptr || blocks_of(*best, problem.n) > kMostTiles) return {};
-  return {best, static_cast<int>(blocks_of(*best, problem.n)),
-          best->line_bytes > 0 && sent <= kMostByLines};
+  if (best == nullptr || num_blocks(*best, problem.n) > kMaxTileFlags) return {};
+  return {best, static_cast<int>(num_blocks(*best, problem.n)),
+          best->ll_bytes > 0 && sent <= kMaxLLBytes};
 }
 
-// A quarter of a channel for lines and vectors, of even and odd operations each: it depends on
-// nothing else, so that nothing of one operation lies where the one before may still be read.
-struct Places {
+// One quarter of a channel each for LL and Simple, and for even and odd operations. The layout
+// depends on nothing else, so no operation writes memory from which the previous one may still
+// read.
+struct SlotLayout {
   int64_t quarter;
-  explicit Places(int64_t bytes) : quarter(bytes / 4 / kAlignment * kAlignment) {}
-  int64_t even(bool by_lines) const { return by_lines ? 0 : 2 * quarter; }
-  int64_t odd_behind_even() const { return quarter; }
+  explicit SlotLayout(int64_t bytes) : quarter(bytes / 4 / kAlignment * kAlignment) {}
+  int64_t even(bool use_ll) const { return use_ll ? 0 : 2 * quarter; }
+  int64_t odd_epoch_offset() const { return quarter; }
 };
 
-int64_t room_of(const Plan& plan, int size) {
+int64_t required_channel_bytes(const Plan& plan, int size) {
   if (plan.kernel == nullptr) return 0;
   return 4 * ceil_div(plan.received_bytes(size), kAlignment) * kAlignment;
 }
 
 CUtensorMap weight_map(const Operands& operands, const FusedReduceKernel& kernel) {
-  return operands.rhs_along_k ? sm90::matrix_map(operands.rhs, kernel.features)
-                              : sm90::matrix_map(operands.rhs, kernel.depth);
+  return operands.is_rhs_k_major ? sm90::make_tensor_map(operands.rhs, kernel.features)
+                                 : sm90::make_tensor_map(operands.rhs, kernel.depth);
 }
 
-// What is the same on all ranks.
+// Values that are the same on all ranks.
 struct SharedPlan {
   Problem problem;
   Plan plan;
 };
 
 SharedPlan plan_of(const FusedShape& shape) {
-  // The same for a weight that lies the other way, which has kernels of the same tiles.
+  // The plan is the same for a weight of the other layout, which has kernels with the same tiles.
   const KernelKey key{.lhs = sm90::operand_type(shape.types.lhs),
                       .rhs = sm90::operand_type(shape.types.rhs),
-                      .out = sm90::vector_type(shape.types.out),
-                      .rhs_along_k = true,
+                      .out = sm90::element_type(shape.types.out),
+                      .is_rhs_k_major = true,
                       .rows = 0,
                       .columns = 0};
   const Problem problem{.m = shape.rows.rows,
@@ -118,19 +120,19 @@ SharedPlan plan_of(const FusedShape& shape) {
                         .size = shape.rows.size,
                         .sms = sm_count(shape.device),
                         .out_element = static_cast<int64_t>(c10::elementSize(shape.types.out))};
-  return {problem, fused_obstacle(shape).empty() ? plan_of(key, problem) : Plan{}};
+  return {problem, fused_unsupported_reason(shape).empty() ? plan_of(key, problem) : Plan{}};
 }
 
 }  // namespace
 
-int64_t reduce_room(const FusedShape& shape) {
-  return room_of(plan_of(shape).plan, shape.rows.size);
+int64_t max_fused_allreduce_bytes(const FusedShape& shape) {
+  return required_channel_bytes(plan_of(shape).plan, shape.rows.size);
 }
 
-bool reduce_pays(const FusedShape& shape, int sms) {
+bool should_fuse_allreduce(const FusedShape& shape, int sms) {
   const auto [problem, plan] = plan_of(shape);
-  return plan.kernel != nullptr && problem.m <= kMostRowsByRule &&
-         sent_by(problem) <= kMostSentByRule && plan.blocks <= sms - kSpareSms;
+  return plan.kernel != nullptr && problem.m <= kMaxAutoRows &&
+         sent_bytes(problem) <= kMaxAutoSentBytes && plan.blocks <= sms - kSpareSms;
 }
 
 void run_fused(CudaTransport& transport, const FusedReduce& problem) {
@@ -144,22 +146,22 @@ void run_fused(CudaTransport& transport, const FusedReduce& problem) {
       operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), problem.out.scalar_type());
   const int64_t m = operands.lhs.size(0);
   const int64_t k = operands.lhs.size(1);
-  const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
+  const int64_t n = operands.rhs.size(operands.is_rhs_k_major ? 0 : 1);
   const Plan plan = plan_of(key_of(operands), {.m = m,
                                                .n = n,
                                                .k = k,
                                                .size = size,
                                                .sms = sm_count(device),
                                                .out_element = problem.out.element_size()});
-  TORCH_OVERLAP_CHECK(plan.kernel != nullptr && room_of(plan, size) <= problem.bytes, kRuntime,
-                      "product and all-reduce: expected a kernel, and a channel of ",
-                      room_of(plan, size), " bytes, got one of ", problem.bytes);
+  TORCH_OVERLAP_CHECK(plan.kernel != nullptr && required_channel_bytes(plan, size) <= problem.bytes,
+                      kRuntime, "product and all-reduce: expected a kernel, and a channel of ",
+                      required_channel_bytes(plan, size), " bytes, got one of ", problem.bytes);
   const FusedReduceKernel& kernel = *plan.kernel;
   const at::Tensor out = mappable_out(problem.out);
   FusedReduceParams params{};
   params.operation = operation_of(transport, {.rows = problem.rows.rows});
   params.product = {.weight = weight_map(operands, kernel),
-                    .rows = sm90::matrix_map(operands.lhs, kernel.rows),
+                    .rows = sm90::make_tensor_map(operands.lhs, kernel.rows),
                     .m = static_cast<int>(m),
                     .n = static_cast<int>(n),
                     .stages = static_cast<int>(ceil_div(k, kernel.depth))};
@@ -171,16 +173,16 @@ void run_fused(CudaTransport& transport, const FusedReduce& problem) {
   params.out = out.mutable_data_ptr();
   params.factor = static_cast<float>(problem.factor);
   params.bias = problem.bias.defined() ? problem.bias.const_data_ptr() : nullptr;
-  params.by_lines = plan.by_lines;
-  const Places places(problem.bytes);
-  params.odd_at = places.odd_behind_even();
-  const BegunEntriesOfAll begin = transport.begun_of_all();
+  params.use_ll = plan.use_ll;
+  const SlotLayout places(problem.bytes);
+  params.odd_epoch_offset = places.odd_epoch_offset();
+  const PeerEntryFlags begin = transport.peer_entry_flags();
   for (int peer = 0; peer < size; ++peer) {
-    params.slots[peer] = static_cast<char*>(transport.data(peer, places.even(plan.by_lines)));
-    params.tell[peer] = transport.tile_word(peer, rank);
-    params.told[peer] = transport.tile_word(rank, peer);
+    params.slots[peer] = static_cast<char*>(transport.data(peer, places.even(plan.use_ll)));
+    params.tell[peer] = transport.tile_flags(peer, rank);
+    params.notified[peer] = transport.tile_flags(rank, peer);
     params.begin[peer] = begin.at[peer];
-    params.begun[peer] = transport.begun_by(peer);
+    params.begun[peer] = transport.entry_flags_from(peer);
   }
   check(launch_fused_reduce(kernel, params, plan.blocks,
                             c10::cuda::getCurrentCUDAStream(device.index())),
@@ -190,15 +192,15 @@ void run_fused(CudaTransport& transport, const FusedReduce& problem) {
 
 void load_fused_reduce_kernels() {
   using enum sm90::OperandType;
-  using sm90::VectorType;
+  using sm90::ElementType;
   for (const auto& [lhs, rhs] : {std::pair(bf16, bf16), std::pair(f16, f16), std::pair(e4m3, e4m3),
                                  std::pair(e4m3, e5m2), std::pair(e5m2, e4m3)}) {
-    for (const auto out : {VectorType::bf16, VectorType::f16}) {
-      for (const bool along_k : {true, false}) {
+    for (const auto out : {ElementType::bf16, ElementType::f16}) {
+      for (const bool is_k_major : {true, false}) {
         for (const FusedReduceKernel& kernel : fused_reduce_kernels({.lhs = lhs,
                                                                      .rhs = rhs,
                                                                      .out = out,
-                                                                     .rhs_along_k = along_k,
+                                                                     .is_rhs_k_major = is_k_major,
                                                                      .rows = 0,
                                                                      .columns = 0})) {
           check(cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -1,70 +1,72 @@
-#include "torch_overlap/gemm/sm90/body.cuh"
 #include "torch_overlap/gemm/sm90/instance.cuh"
+#include "torch_overlap/gemm/sm90/persistent_gemm.cuh"
 #include "torch_overlap/overlap/cuda/fused.h"
 #include "torch_overlap/overlap/cuda/product_operation.cuh"
 
-// GEMM + reduce-scatter in one kernel. The tiles of other ranks' rows are stored straight to their
-// owner, with a word behind each; those of the own rows take the tiles of the others in before they
-// are rounded. Between registers and the outside lies one tile in shared memory, which the movers
-// (three warps of the first warpgroup) and the two warpgroups that multiply hand to each other:
+// GEMM + reduce-scatter in one kernel. Tiles of other ranks' rows are stored directly to their
+// owner, and a flag after each. To tiles of this rank's rows the tiles of the peers are added
+// before rounding. One tile in shared memory connects registers and global memory; the movers
+// (three warps of the first warpgroup) and the two warpgroups that multiply pass it to each other:
 //
 //   tile of another rank
 //     multiply    ... | sums -> shared | filled
-//     movers                           | store to the owner | emptied | the first one tells it
+//     movers                           | store to the owner | emptied | first mover sets the flag
 //
-//   tile of the own rows
-//     multiply    ...          | sums += shared | taken ...  (of each) | result -> shared | filled
-//     last mover  told? loaded |                  told? loaded         |
-//     first mover                                                                         | stores
+//   tile of this rank's rows
+//     multiply    ...          | sums += shared | taken ... (each peer) | result -> shared | filled
+//     last mover  flag? loaded |                  flag? loaded          |
+//     first mover                                                                          | stores
 //
-// The movers' stores to others are plain ones. As tensor copies they would be done by the unit that
-// loads the next stages, and every one that waits for a link would hold those up. They are paced:
-// all blocks end a tile at about the same time, and what fills the links fills the ways within the
-// chip too.
+// The movers' stores to peers are ordinary stores. TMA stores would go through the unit that loads
+// the next stages, and each one that waits for a link would delay those loads. The stores are
+// paced: all blocks finish a tile at about the same time, and traffic that saturates the links also
+// saturates the paths within the chip.
 //
-// For ranks that share a GPU, and where links take less time than the products of the other ranks'
-// rows, or little is sent: else products of pieces that copy engines send are quicker
-// (fused_sum.cu).
+// This kernel is for ranks that share a GPU, and for problems whose transfers take less time than
+// the products of the other ranks' rows, or that send little. Otherwise products of pieces that
+// copy engines send are faster (fused_sum.cu).
 //
-// It is an operation by itself. Block 0 tells the others that this rank has begun; the movers wait
-// for another rank to have before they send it the first tile, with products under way beside them.
-// The last block to end sets the epoch.
+// The kernel is an operation by itself. Block 0 signals to the peers that this rank has begun. The
+// movers wait until a peer has begun before they send it the first tile, while products run
+// concurrently. The last block to finish sets the epoch.
 //
-// A rank computes all tiles of others before any that waits. There are fewer blocks than SMs, so
-// all of them run once what other streams have there has ended, which two SMs are left for; and one
-// goes on to its own tiles only behind those of others: nothing waits in a circle.
+// There is no circular wait. A rank computes all tiles of other ranks before any tile that waits.
+// There are fewer blocks than SMs, so all blocks run once the work of other streams on their SMs
+// has ended, for which two SMs are left free; and a block continues with its own tiles only after
+// those of other ranks.
 namespace torch_overlap::cuda {
 namespace {
 
-using sm90::Unit;
+using sm90::WorkTile;
 
-// The tiles of the chunks one after the other, from that of the next rank on, the own ones last.
-// Where chunks are equal, every rank sends to another one at any time.
+// Iterates over the tiles chunk by chunk, from the chunk of the next rank on; this rank's chunk is
+// last. If chunks are equal, every rank sends to a different rank at any time.
 template <typename Config>
-class ScatterUnits {
+class ScatterTileScheduler {
  public:
-  __device__ __forceinline__ explicit ScatterUnits(const FusedScatterParams& p)
+  __device__ __forceinline__ explicit ScatterTileScheduler(const FusedScatterParams& p)
       : p_(p),
         columns_(sm90::ceil_div(p.gemm.n, Config::kColumns)),
         depth_(sm90::ceil_div(p.gemm.k, Config::kDepth)),
-        of_chunk_(p.most_row_tiles * columns_),
+        of_chunk_(p.max_row_tiles * columns_),
         at_(static_cast<int>(blockIdx.x)) {}
 
-  __device__ __forceinline__ bool next(Unit& unit) {
+  __device__ __forceinline__ bool next(WorkTile& work_tile) {
     const int size = p_.operation.words.size;
     while (at_ < of_chunk_ * size) {
       const int place = at_;
       at_ += static_cast<int>(gridDim.x);
-      unit =
-          sm90::tile_at(place % of_chunk_, p_.most_row_tiles, columns_, p_.gemm.row_group, depth_);
-      unit.chunk = (p_.operation.words.rank + 1 + place / of_chunk_) % size;
-      if (unit.row * Config::kRows < p_.rows[unit.chunk]) return true;  // else the chunk is shorter
+      work_tile = sm90::tile_for_index(place % of_chunk_, p_.max_row_tiles, columns_,
+                                       p_.gemm.row_group, depth_);
+      work_tile.chunk = (p_.operation.words.rank + 1 + place / of_chunk_) % size;
+      if (work_tile.row * Config::kRows < p_.rows[work_tile.chunk])
+        return true;  // The chunk is long enough.
     }
     return false;
   }
-  // The word of a tile.
-  __device__ __forceinline__ int word(const Unit& unit) const {
-    return unit.row * columns_ + unit.column;
+  // Returns the index of a tile's flag.
+  __device__ __forceinline__ int word(const WorkTile& work_tile) const {
+    return work_tile.row * columns_ + work_tile.column;
   }
 
  private:
@@ -76,44 +78,44 @@ class ScatterUnits {
 };
 
 struct TileBarriers {
-  uint64_t filled;   // by the eight warps: outputs are there to be stored
-  uint64_t emptied;  // by the movers: they have been read
-  uint64_t loaded;   // bytes of a tile of another rank
-  uint64_t taken;    // by the eight warps: it has been read
+  uint64_t filled;   // Arrivals of the eight MMA warps: outputs are ready to be stored.
+  uint64_t emptied;  // Arrivals of the movers: the outputs have been read.
+  uint64_t loaded;   // Bytes of a peer's tile.
+  uint64_t taken;    // Arrivals of the eight MMA warps: the peer's tile has been read.
 };
 
 template <typename Config>
-struct ScatterWork {
-  static constexpr bool kAwaits = false;
+struct ScatterPolicy {
+  static constexpr bool kWaitsForPeers = false;
   const FusedScatterParams& p;
-  __device__ __forceinline__ ScatterUnits<Config> units(const sm90::GemmParams&) {
-    return ScatterUnits<Config>(p);
+  __device__ __forceinline__ ScatterTileScheduler<Config> units(const sm90::GemmParams&) {
+    return ScatterTileScheduler<Config>(p);
   }
-  __device__ __forceinline__ const CUtensorMap* lhs(const Unit& unit, int& row) {
-    row += p.first[unit.chunk];
+  __device__ __forceinline__ const CUtensorMap* lhs(const WorkTile& work_tile, int& row) {
+    row += p.first[work_tile.chunk];
     return &p.gemm.lhs;
   }
 };
 
-// Where piece `i` (64 x 64) of the tile lies, as the warpgroups write it: first all of one, then
-// all of the other.
+// Position in the tile of piece `i` (64 x 64). Shared memory has all pieces of the first warpgroup,
+// then all of the second.
 template <typename Config>
 struct Piece {
-  static constexpr int kOfGroup = Config::kPieces;
-  static constexpr int kCount = 2 * kOfGroup;
+  static constexpr int kPiecesPerGroup = Config::kPieces;
+  static constexpr int kCount = 2 * kPiecesPerGroup;
   int row;
   int column;
   __device__ __forceinline__ explicit Piece(int i) {
-    const int group = i / kOfGroup;
-    const int inside = i % kOfGroup;
+    const int group = i / kPiecesPerGroup;
+    const int inside = i % kPiecesPerGroup;
     row = group / Config::kColumnGroups * 64;
     column = group % Config::kColumnGroups * Config::kWidth + inside * 64;
   }
 };
 
-// Three warps, which store tiles to their owners. The first one also tells the owners, and stores
-// the own tiles; the last one loads what the others have sent for these, while the first still
-// waits until links have taken what it tells of.
+// Three warps that store tiles to their owners. The first one also signals the owners and stores
+// this rank's tiles. The last one loads the peers' tiles for these, while the first one may still
+// wait until the stores that it signals are complete.
 template <typename Config>
 class Mover {
   using P = Piece<Config>;
@@ -127,47 +129,47 @@ class Mover {
         operation_(p.operation, p.begun),
         warp_(warp),
         lane_(static_cast<int>(threadIdx.x) % 32),
-        units_(p) {}
+        scheduler_(p) {}
 
   __device__ __forceinline__ void run() {
     if (blockIdx.x == 0 && warp_ == 0) {
-      if (lane_ == 0) operation_.check_alone();
+      if (lane_ == 0) operation_.mark_busy();
       __syncwarp();
-      operation_.tell_begun(lane_);
+      operation_.signal_begin(lane_);
     }
-    Unit unit;
-    bool has_unit = units_.next(unit);
+    WorkTile work_tile;
+    bool has_unit = scheduler_.next(work_tile);
     uint32_t fills = 0;
     while (has_unit) {
-      Unit following;
-      const bool has_following = units_.next(following);
-      const bool own = unit.chunk == p_.operation.words.rank;
+      WorkTile following;
+      const bool has_following = scheduler_.next(following);
+      const bool own = work_tile.chunk == p_.operation.words.rank;
       if (own && takes()) {
         if (fills > 0) wait_emptied(fills - 1);
-        take_others(unit);
+        take_others(work_tile);
       }
       __syncwarp();
       sm90::barrier_wait(sm90::shared_address(&barriers_.filled), fills & 1);
       __syncwarp();
       if (!own) {
         const bool sends_next = has_following && following.chunk != p_.operation.words.rank;
-        if (has_begun(unit.chunk)) {
-          send(unit, sends_next ? p_.pace_ns : p_.last_pace_ns);
+        if (wait_peer_begin(work_tile.chunk)) {
+          send(work_tile, sends_next ? p_.pace_ns : p_.last_pace_ns);
         } else if (lane_ == 0) {
           empty();
         }
-        if (leads()) tell(unit, fills);
+        if (leads()) tell(work_tile, fills);
       } else if (leads()) {
-        store_result(unit);
+        store_result(work_tile);
       } else if (lane_ == 0) {
         empty();
       }
       ++fills;
-      unit = following;
+      work_tile = following;
       has_unit = has_following;
     }
     if (!leads()) return;
-    sm90::stores_done<0>();
+    sm90::bulk_wait_group<0>();
     operation_.end();
   }
 
@@ -177,83 +179,86 @@ class Mover {
   __device__ __forceinline__ void empty() {
     sm90::barrier_arrive(sm90::shared_address(&barriers_.emptied));
   }
-  // Until all movers are done with the i-th tile.
+  // Waits until all movers are done with the i-th tile.
   __device__ __forceinline__ void wait_emptied(uint32_t i) {
     sm90::barrier_wait(sm90::shared_address(&barriers_.emptied), i & 1);
   }
 
-  // Before the first tile for a rank; of the whole warp.
-  __device__ __forceinline__ bool has_begun(int peer) {
-    if (peer == begun_) return true;
-    const bool is_good = __all_sync(~0U, lane_ != 0 || operation_.may_send(peer)) != 0;
-    __syncwarp();  // what the others store comes behind what the one has seen
-    if (is_good) begun_ = peer;
+  // Called by the whole warp before it sends the first tile to a rank. Returns false if the rank
+  // cannot be sent to.
+  __device__ __forceinline__ bool wait_peer_begin(int peer) {
+    if (peer == begun_peer_) return true;
+    const bool is_good = __all_sync(~0U, lane_ != 0 || operation_.wait_ready_to_send(peer)) != 0;
+    __syncwarp();  // Orders the stores of all lanes after the flag that one lane has read.
+    if (is_good) begun_peer_ = peer;
     return is_good;
   }
 
-  // The tiles of the other ranks for an own one, each when the one before has been read. That of
-  // the rank before was computed first, that of the next one last.
-  __device__ __forceinline__ void take_others(const Unit& unit) {
+  // Loads the tiles of the peers for one of this rank's, each after the previous one has been read.
+  // The previous rank computes its tile first, the next rank last, so they are loaded in that
+  // order.
+  __device__ __forceinline__ void take_others(const WorkTile& work_tile) {
     const uint32_t loaded = sm90::shared_address(&barriers_.loaded);
     for (int i = 1; i < p_.operation.words.size; ++i) {
       const int peer =
           (p_.operation.words.rank + p_.operation.words.size - i) % p_.operation.words.size;
-      const uint32_t* const word = p_.told[peer] + units_.word(unit);
-      if (!reached(load_acquire(word), operation_.epoch())) {
-        // So that this is what expires.
-        if (takes_ < static_cast<uint32_t>(i)) operation_.await_begun(peer);
+      const uint32_t* const word = p_.notified[peer] + scheduler_.word(work_tile);
+      if (!has_reached(load_acquire(word), operation_.epoch())) {
+        // Waits for the entry first, so that a timeout reports that wait.
+        if (takes_ < static_cast<uint32_t>(i)) operation_.wait_begin(peer);
         await_word(p_.operation.words, word, operation_.epoch(), WaitKind::chunk, peer,
-                   p_.operation.control, kManyLookAtHostNs);
+                   p_.operation.control, kAllBlocksHostPollIntervalNs);
       }
-      sm90::fence_global_for_copies();
+      sm90::fence_proxy_async_global();
       if (i > 1) sm90::barrier_wait(sm90::shared_address(&barriers_.taken), (takes_ - 1) & 1);
       ++takes_;
-      sm90::barrier_expect(loaded, P::kCount * Config::kStoreBytes);
+      sm90::barrier_arrive_expect_tx(loaded, P::kCount * Config::kStoreBytes);
       for (int k = 0; k < P::kCount; ++k) {
         const P piece(k);
-        sm90::tensor_load(tile_ + k * Config::kStoreBytes, &p_.from[peer], loaded,
-                          unit.column * Config::kColumns + piece.column,
-                          unit.row * Config::kRows + piece.row);
+        sm90::tma_load_2d(tile_ + k * Config::kStoreBytes, &p_.from[peer], loaded,
+                          work_tile.column * Config::kColumns + piece.column,
+                          work_tile.row * Config::kRows + piece.row);
       }
     }
   }
 
-  __device__ __forceinline__ void store_result(const Unit& unit) {
+  __device__ __forceinline__ void store_result(const WorkTile& work_tile) {
     for (int k = 0; k < P::kCount; ++k) {
       const P piece(k);
-      sm90::tensor_store(&p_.out, tile_ + k * Config::kStoreBytes,
-                         unit.column * Config::kColumns + piece.column,
-                         unit.row * Config::kRows + piece.row);
+      sm90::tma_store_2d(&p_.out, tile_ + k * Config::kStoreBytes,
+                         work_tile.column * Config::kColumns + piece.column,
+                         work_tile.row * Config::kRows + piece.row);
     }
-    sm90::store_commit();
-    sm90::stores_read<0>();
+    sm90::bulk_commit_group();
+    sm90::bulk_wait_group_read<0>();
     empty();
   }
 
-  // This warp's part of the tile, kPacedRows at a time: four rows by eight lanes each.
-  __device__ __forceinline__ void send(const Unit& unit, uint32_t pace) {
+  // Stores this warp's part of the tile, kPacedRows rows at a time. Eight lanes store a row; a warp
+  // stores four rows at once.
+  __device__ __forceinline__ void send(const WorkTile& work_tile, uint32_t pace) {
     constexpr int kVectors = kPacedRows / 4;
-    constexpr int kInPiece = 64 / kPacedRows;
+    constexpr int kPartsPerPiece = 64 / kPacedRows;
     uint64_t next = pace != 0 ? now_ns() : 0;
-    auto* const to = static_cast<typename Config::Out*>(p_.to[unit.chunk]);
+    auto* const to = static_cast<typename Config::Out*>(p_.to[work_tile.chunk]);
     const int vector = lane_ % 8;
-    const int rows = p_.rows[unit.chunk];
-    for (int part = warp_; part < P::kCount * kInPiece; part += kMovers) {
+    const int rows = p_.rows[work_tile.chunk];
+    for (int part = warp_; part < P::kCount * kPartsPerPiece; part += kMovers) {
       if (pace != 0) {
         next += pace;
         while (now_ns() < next) __nanosleep(50);
       }
-      const P piece(part / kInPiece);
-      const int first = part % kInPiece * kPacedRows + lane_ / 8;
+      const P piece(part / kPartsPerPiece);
+      const int first = part % kPartsPerPiece * kPacedRows + lane_ / 8;
       uint4 data[kVectors];
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int at = first + 4 * i;
-        data[i] = sm90::load_vector(tile_ + part / kInPiece * Config::kStoreBytes + at * 128 +
+        data[i] = sm90::load_vector(tile_ + part / kPartsPerPiece * Config::kStoreBytes + at * 128 +
                                     ((vector ^ (at & 7)) << 4));
       }
-      const int column = unit.column * Config::kColumns + piece.column + vector * 8;
-      const int row = unit.row * Config::kRows + piece.row + first;
+      const int column = work_tile.column * Config::kColumns + piece.column + vector * 8;
+      const int row = work_tile.row * Config::kRows + piece.row + first;
       if (column >= p_.gemm.n) continue;
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -262,16 +267,16 @@ class Mover {
             data[i];
       }
     }
-    sm90::fence_shared_for_copies();
+    sm90::fence_proxy_async_shared();
     __syncwarp();
     if (lane_ == 0) empty();
   }
 
-  // The owner of the i-th tile that it is there: behind the stores of all movers.
-  __device__ __forceinline__ void tell(const Unit& unit, uint32_t i) {
+  // Signals to the owner that the i-th tile has arrived, after the stores of all movers.
+  __device__ __forceinline__ void tell(const WorkTile& work_tile, uint32_t i) {
     wait_emptied(i);
-    if (has_failed(p_.operation.control)) return;  // what this rank would tell need not be true
-    store_release(p_.tell[unit.chunk] + units_.word(unit), operation_.epoch());
+    if (has_failed(p_.operation.control)) return;  // The data may be invalid now.
+    store_release(p_.tell[work_tile.chunk] + scheduler_.word(work_tile), operation_.epoch());
   }
 
   const FusedScatterParams& p_;
@@ -280,20 +285,20 @@ class Mover {
   const ProductOperation operation_;
   const int warp_;
   const int lane_;
-  ScatterUnits<Config> units_;
+  ScatterTileScheduler<Config> scheduler_;
   uint32_t takes_ = 0;
-  int begun_ = -1;  // the rank that is known to have begun
+  int begun_peer_ = -1;  // Rank that is known to have begun.
 };
 
-// What becomes of a warpgroup's sums: see sm90::Tiles.
+// Processes the sums of a warpgroup. sm90::ConsumerLoop describes the interface.
 template <typename Config>
 class ScatterOutputs {
   static constexpr int kPieces = Config::kPieces;
   using Sums = float[Config::kAccumulators];
 
  public:
-  static constexpr bool kFetches = false;
-  static constexpr bool kAddsBetween = false;
+  static constexpr bool kPrefetchesAddends = false;
+  static constexpr bool kAddsDuringMainloop = false;
 
   __device__ __forceinline__ ScatterOutputs(const FusedScatterParams& p, uint32_t tile,
                                             TileBarriers& barriers, int group, int row, int column)
@@ -306,40 +311,44 @@ class ScatterOutputs {
     if constexpr (Config::kIsScaled) scale_ = sm90::scale_of(p.gemm.epilogue);
   }
 
-  __device__ __forceinline__ void complete(const Unit& unit, Sums& sums) {
-    if constexpr (Config::kIsScaled) scale(unit, sums);
-    if (unit.chunk == p_.operation.words.rank) {
+  __device__ __forceinline__ void complete(const WorkTile& work_tile, Sums& sums) {
+    if constexpr (Config::kIsScaled) scale(work_tile, sums);
+    if (work_tile.chunk == p_.operation.words.rank) {
 #pragma unroll 1
       for (int i = 1; i < p_.operation.words.size; ++i) add_next(sums);
       if (p_.factor != 1.0F) sm90::multiply_by(p_.factor, sums);
       if (!p_.gemm.plain) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
-          sm90::apply_epilogue(p_.gemm, sums, i, unit.column * Config::kColumns + column_ + 64 * i);
+          sm90::apply_epilogue(p_.gemm, sums, i,
+                               work_tile.column * Config::kColumns + column_ + 64 * i);
         }
       }
     }
   }
-  __device__ __forceinline__ void put(const Unit& unit, const sm90::Rounded& rounded, int piece) {
+  __device__ __forceinline__ void put(const WorkTile& work_tile,
+                                      const sm90::OutputFragment& fragment, int piece) {
     if (piece == 0) {
-      // What the mover has loaded for an own tile has been read: there is room.
-      const bool has_room = unit.chunk == p_.operation.words.rank && p_.operation.words.size > 1;
+      // The peers' tiles that the mover loaded for this tile have been read: the memory is free.
+      const bool has_room =
+          work_tile.chunk == p_.operation.words.rank && p_.operation.words.size > 1;
       if (fills_ > 0 && !has_room) {
         sm90::barrier_wait(sm90::shared_address(&barriers_.emptied), (fills_ - 1) & 1);
       }
       ++fills_;
     }
-    sm90::put_to_shared(rounded, mine_at_ + piece * Config::kStoreBytes);
+    sm90::store_to_shared(fragment, mine_at_ + piece * Config::kStoreBytes);
     if (piece == kPieces - 1) arrive(barriers_.filled);
   }
 
  private:
-  __device__ __forceinline__ void scale(const Unit& unit, Sums& sums) const {
+  __device__ __forceinline__ void scale(const WorkTile& work_tile, Sums& sums) const {
     const sm90::Epilogue& e = p_.gemm.epilogue;
     if (e.scaled_by_row) {
-      const int first = unit.row * Config::kRows + row_;
-      sm90::scale_by_row(p_.gemm, sums, e.lhs_scale + p_.first[unit.chunk] + first,
-                         p_.rows[unit.chunk] - first, unit.column * Config::kColumns + column_);
+      const int first = work_tile.row * Config::kRows + row_;
+      sm90::scale_by_row(p_.gemm, sums, e.lhs_scale + p_.first[work_tile.chunk] + first,
+                         p_.rows[work_tile.chunk] - first,
+                         work_tile.column * Config::kColumns + column_);
     } else {
       sm90::multiply_by(scale_, sums);
     }
@@ -353,9 +362,9 @@ class ScatterOutputs {
     }
     arrive(barriers_.taken);
   }
-  // This warp has written, or read, its part of the tile.
+  // Signals that this warp has written or read its part of the tile.
   static __device__ __forceinline__ void arrive(uint64_t& barrier) {
-    sm90::fence_shared_for_copies();
+    sm90::fence_proxy_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) sm90::barrier_arrive(sm90::shared_address(&barrier));
   }
@@ -368,7 +377,7 @@ class ScatterOutputs {
   TileBarriers& barriers_;
   uint32_t fills_ = 0;
   uint32_t loads_ = 0;
-  float scale_ = 1.0F;  // of both operands
+  float scale_ = 1.0F;  // Product of the scales of both operands.
 };
 
 template <typename Config>
@@ -383,28 +392,28 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   static_assert(Config::kWidth % 64 == 0, "whole pieces");
   if (threadIdx.x == 0) {
     sm90::init_stages(stages);
-    sm90::barrier_init(sm90::shared_address(&barriers.filled), sm90::kMultiplyingWarps);
+    sm90::barrier_init(sm90::shared_address(&barriers.filled), sm90::kNumMmaWarps);
     sm90::barrier_init(sm90::shared_address(&barriers.emptied), kMovers);
     sm90::barrier_init(sm90::shared_address(&barriers.loaded), 1);
-    sm90::barrier_init(sm90::shared_address(&barriers.taken), sm90::kMultiplyingWarps);
+    sm90::barrier_init(sm90::shared_address(&barriers.taken), sm90::kNumMmaWarps);
     sm90::fence_barrier_init();
   }
   __syncthreads();
   const int group = static_cast<int>(threadIdx.x) / 128;
   if (group == 0) {
-    sm90::fewer_registers<40>();
+    sm90::warpgroup_reg_dealloc<40>();
     if (threadIdx.x == 0) {
-      ScatterWork<Config> work{p};
-      sm90::load_units<Config>(p.gemm, work, shared, stages);
+      ScatterPolicy<Config> work{p};
+      sm90::load_tiles<Config>(p.gemm, work, shared, stages);
     } else if (threadIdx.x >= 32) {
       Mover<Config>(p, tile, barriers, static_cast<int>(threadIdx.x) / 32 - 1).run();
     }
   } else {
-    sm90::more_registers<232>();
-    sm90::Multiplier<Config> mine(shared, stages, group - 1);
+    sm90::warpgroup_reg_alloc<232>();
+    sm90::MmaPipeline<Config> mine(shared, stages, group - 1);
     ScatterOutputs<Config> outputs(p, tile, barriers, group - 1, mine.row(), mine.column());
-    sm90::Tiles<Config, ScatterUnits<Config>, ScatterOutputs<Config>>(mine, ScatterUnits<Config>(p),
-                                                                      outputs)
+    sm90::ConsumerLoop<Config, ScatterTileScheduler<Config>, ScatterOutputs<Config>>(
+        mine, ScatterTileScheduler<Config>(p), outputs)
         .run();
   }
 }
@@ -420,7 +429,8 @@ struct ScatterKernel {
 
 const sm90::KernelInfo* find_fused_scatter(const sm90::KernelKey& key) {
   using sm90::Tile;
-  return sm90::find_instance<ScatterKernel, Tile<128, 256, 2, 1, 4>, Tile<128, 128, 2, 1, 2>>(key);
+  return sm90::find_kernel_instance<ScatterKernel, Tile<128, 256, 2, 1, 4>,
+                                    Tile<128, 128, 2, 1, 2>>(key);
 }
 
 cudaError_t launch_fused_scatter(const sm90::KernelInfo& kernel, const FusedScatterParams& params,

@@ -6,77 +6,79 @@
 namespace torch_overlap::cuda {
 namespace {
 
-constexpr int kWarp = 32;
+constexpr int kWarpSize = 32;
 
-__global__ void __launch_bounds__(kWarp)
+__global__ void __launch_bounds__(kWarpSize)
     begin_kernel(__grid_constant__ const ChannelWords words,
-                 __grid_constant__ const BegunEntriesOfAll told,
-                 __grid_constant__ const WordOfAll gone, const BegunEntry* begun, uint32_t rows,
-                 __grid_constant__ const WaitControl control) {
+                 __grid_constant__ const PeerEntryFlags peer_entry_flags,
+                 __grid_constant__ const PeerWords peer_abort_flags, const EntryFlag* begun,
+                 uint32_t rows, __grid_constant__ const WaitControl control) {
   const Start start = start_of(words, control);
   const uint32_t epoch = start.epoch;
   bool is_good = !start.has_failed;
-  for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarp) {
-    if (peer != words.rank) tell_entry(told.at[peer], rows, epoch);
+  for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarpSize) {
+    if (peer != words.rank) signal_entry(peer_entry_flags.at[peer], rows, epoch);
   }
-  for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarp) {
+  for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarpSize) {
     if (peer == words.rank) continue;
-    is_good =
-        begins(words, control, begun + peer * kEntriesInLine, epoch, rows, peer, kLookAtHostNs);
+    is_good = wait_for_entry(words, control, begun + peer * kEntriesPerLine, epoch, rows, peer,
+                             kHostPollIntervalNs);
   }
   if (__all_sync(~0U, static_cast<int>(is_good)) != 0) {
     if (threadIdx.x == 0) *words.epoch = epoch;
     return;
   }
-  for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
-    if (peer != words.rank) store_release(gone.at[peer], 1);
+  for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarpSize) {
+    if (peer != words.rank) store_release(peer_abort_flags.at[peer], 1);
   }
 }
 
-__global__ void __launch_bounds__(kWarp)
-    tell_kernel(ChannelWords words, __grid_constant__ const WordOfAll told, WaitControl control) {
+__global__ void __launch_bounds__(kWarpSize)
+    signal_flags_kernel(ChannelWords words, __grid_constant__ const PeerWords peer_flags,
+                        WaitControl control) {
   if (has_failed(control)) return;
   const uint32_t epoch = *words.epoch;
-  // What the kernels and copies before this one wrote is there before the word is.
+  // Orders the writes of earlier kernels and copies before the flag.
   __threadfence_system();
-  for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
-    if (peer != words.rank) store_release(told.at[peer], epoch);
+  for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarpSize) {
+    if (peer != words.rank) store_release(peer_flags.at[peer], epoch);
   }
 }
 
-__global__ void __launch_bounds__(kWarp)
+__global__ void __launch_bounds__(kWarpSize)
     await_kernel(ChannelWords words, __grid_constant__ const FlagList flags, WaitControl control) {
   const uint32_t epoch = *words.epoch;
-  for (int i = static_cast<int>(threadIdx.x); i < flags.count; i += kWarp) {
-    await_word(words, flags.at[i], epoch, WaitKind::chunk, flags.number[i], control);
+  for (int i = static_cast<int>(threadIdx.x); i < flags.count; i += kWarpSize) {
+    await_word(words, flags.at[i], epoch, WaitKind::chunk, flags.source[i], control);
   }
 }
 
-struct PushConfig {
+struct CopySignalConfig {
   static constexpr int kThreads = 512;
   static constexpr int kUnroll = 4;
 };
 
 template <typename Vector>
-__global__ void __launch_bounds__(PushConfig::kThreads)
-    push_kernel(ChannelWords words, Vector* to, const Vector* from, size_t count, size_t tail,
-                uint32_t* flag, WaitControl control) {
+__global__ void __launch_bounds__(CopySignalConfig::kThreads)
+    copy_signal_kernel(ChannelWords words, Vector* to, const Vector* from, size_t count,
+                       size_t tail, uint32_t* flag, WaitControl control) {
   if (has_failed(control)) return;
   const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
   size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (; i + (PushConfig::kUnroll - 1) * stride < count; i += PushConfig::kUnroll * stride) {
-    Vector values[PushConfig::kUnroll];
+  for (; i + (CopySignalConfig::kUnroll - 1) * stride < count;
+       i += CopySignalConfig::kUnroll * stride) {
+    Vector values[CopySignalConfig::kUnroll];
 #pragma unroll
-    for (int k = 0; k < PushConfig::kUnroll; ++k) values[k] = from[i + k * stride];
+    for (int k = 0; k < CopySignalConfig::kUnroll; ++k) values[k] = from[i + k * stride];
 #pragma unroll
-    for (int k = 0; k < PushConfig::kUnroll; ++k) to[i + k * stride] = values[k];
+    for (int k = 0; k < CopySignalConfig::kUnroll; ++k) to[i + k * stride] = values[k];
   }
   for (; i < count; i += stride) to[i] = from[i];
   if (blockIdx.x == 0 && threadIdx.x < tail) {
     reinterpret_cast<uint8_t*>(to + count)[threadIdx.x] =
         reinterpret_cast<const uint8_t*>(from + count)[threadIdx.x];
   }
-  // The last block to come here tells: each block's stores are before its ticket.
+  // The last block signals: each block's stores are ordered before its ticket.
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -87,9 +89,9 @@ __global__ void __launch_bounds__(PushConfig::kThreads)
 }
 
 template <typename Vector>
-cudaError_t launch_push_of(const ChannelWords& words, void* to, const void* from, size_t bytes,
-                           uint32_t* flag, const WaitControl& control, int blocks, int cluster,
-                           cudaStream_t stream) {
+cudaError_t launch_copy_signal_of(const ChannelWords& words, void* to, const void* from,
+                                  size_t bytes, uint32_t* flag, const WaitControl& control,
+                                  int blocks, int cluster, cudaStream_t stream) {
   ChannelWords w = words;
   WaitControl c = control;
   auto* typed_to = static_cast<Vector*>(to);
@@ -97,53 +99,58 @@ cudaError_t launch_push_of(const ChannelWords& words, void* to, const void* from
   size_t count = bytes / sizeof(Vector);
   size_t tail = bytes % sizeof(Vector);
   void* arguments[] = {&w, &typed_to, &typed_from, &count, &tail, &flag, &c};
-  return launch_with_cluster(reinterpret_cast<const void*>(push_kernel<Vector>),
-                             dim3(static_cast<unsigned int>(blocks)), dim3(PushConfig::kThreads),
-                             cluster, arguments, stream);
+  return launch_with_cluster(reinterpret_cast<const void*>(copy_signal_kernel<Vector>),
+                             dim3(static_cast<unsigned int>(blocks)),
+                             dim3(CopySignalConfig::kThreads), cluster, arguments, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_begin(const ChannelWords& words, const BegunEntriesOfAll& told,
-                         const WordOfAll& gone, const BegunEntry* begun, uint32_t rows,
+cudaError_t launch_begin(const ChannelWords& words, const PeerEntryFlags& peer_entry_flags,
+                         const PeerWords& peer_abort_flags, const EntryFlag* begun, uint32_t rows,
                          const WaitControl& control, cudaStream_t stream) {
-  begin_kernel<<<1, kWarp, 0, stream>>>(words, told, gone, begun, rows, control);
+  begin_kernel<<<1, kWarpSize, 0, stream>>>(words, peer_entry_flags, peer_abort_flags, begun, rows,
+                                            control);
   return cudaGetLastError();
 }
 
-cudaError_t launch_tell(const ChannelWords& words, const WordOfAll& told,
-                        const WaitControl& control, cudaStream_t stream) {
-  tell_kernel<<<1, kWarp, 0, stream>>>(words, told, control);
+cudaError_t launch_signal_flags(const ChannelWords& words, const PeerWords& peer_flags,
+                                const WaitControl& control, cudaStream_t stream) {
+  signal_flags_kernel<<<1, kWarpSize, 0, stream>>>(words, peer_flags, control);
   return cudaGetLastError();
 }
 
 cudaError_t launch_await(const ChannelWords& words, const FlagList& flags,
                          const WaitControl& control, cudaStream_t stream) {
-  await_kernel<<<1, kWarp, 0, stream>>>(words, flags, control);
+  await_kernel<<<1, kWarpSize, 0, stream>>>(words, flags, control);
   return cudaGetLastError();
 }
 
-cudaError_t launch_push(const ChannelWords& words, void* to, const void* from, size_t bytes,
-                        uint32_t* flag, const WaitControl& control, int blocks, int cluster,
-                        cudaStream_t stream) {
+cudaError_t launch_copy_signal(const ChannelWords& words, void* to, const void* from, size_t bytes,
+                               uint32_t* flag, const WaitControl& control, int blocks, int cluster,
+                               cudaStream_t stream) {
   const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   if (bits % sizeof(uint4) == 0) {
-    return launch_push_of<uint4>(words, to, from, bytes, flag, control, blocks, cluster, stream);
+    return launch_copy_signal_of<uint4>(words, to, from, bytes, flag, control, blocks, cluster,
+                                        stream);
   }
   if (bits % sizeof(uint32_t) == 0) {
-    return launch_push_of<uint32_t>(words, to, from, bytes, flag, control, blocks, cluster, stream);
+    return launch_copy_signal_of<uint32_t>(words, to, from, bytes, flag, control, blocks, cluster,
+                                           stream);
   }
-  return launch_push_of<uint8_t>(words, to, from, bytes, flag, control, blocks, cluster, stream);
+  return launch_copy_signal_of<uint8_t>(words, to, from, bytes, flag, control, blocks, cluster,
+                                        stream);
 }
 
 cudaError_t load_overlap_kernels() {
   cudaError_t status = load_kernels({reinterpret_cast<const void*>(begin_kernel),
-                                     reinterpret_cast<const void*>(tell_kernel),
+                                     reinterpret_cast<const void*>(signal_flags_kernel),
                                      reinterpret_cast<const void*>(await_kernel),
-                                     reinterpret_cast<const void*>(push_kernel<uint4>),
-                                     reinterpret_cast<const void*>(push_kernel<uint32_t>),
-                                     reinterpret_cast<const void*>(push_kernel<uint8_t>)});
-  for (const auto load : {load_sum_kernels, load_direct_sum_kernels, load_direct_gather_kernels}) {
+                                     reinterpret_cast<const void*>(copy_signal_kernel<uint4>),
+                                     reinterpret_cast<const void*>(copy_signal_kernel<uint32_t>),
+                                     reinterpret_cast<const void*>(copy_signal_kernel<uint8_t>)});
+  for (const auto load :
+       {load_sum_kernels, load_low_latency_sum_kernels, load_low_latency_gather_kernels}) {
     if (status == cudaSuccess) status = load();
   }
   return status;

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "torch_overlap/base/strings.h"
-#include "torch_overlap/comm/backends/nccl/graveyard.h"
+#include "torch_overlap/comm/backends/nccl/deferred_deleter.h"
 #include "torch_overlap/common/cuda/check.h"
 
 namespace torch_overlap::cuda {
@@ -16,47 +16,52 @@ namespace {
 
 std::vector<OwnedStream::Priority> priorities_of(const LaneOptions& options) {
   const bool by_default = options.compute_priority == 0 && options.comm_priority == 0;
-  std::vector<OwnedStream::Priority> priorities(options.computes, {options.compute_priority});
+  std::vector<OwnedStream::Priority> priorities(options.num_compute_lanes,
+                                                {options.compute_priority});
   priorities.push_back({by_default ? std::numeric_limits<int>::min() : options.comm_priority});
   return priorities;
 }
 
 }  // namespace
 
-// What was kept, for as long as the device may use it.
-class CudaLanes::Hold final : public Body {
+// Retained resources, which live until the device no longer uses them.
+class CudaLanes::LaneResources final : public PendingDelete {
  public:
-  Hold(c10::DeviceIndex device, std::vector<std::shared_ptr<void>> kept, cudaEvent_t until)
-      : Body(device), kept_(std::move(kept)), until_(until) {}
-  ~Hold() override { (void)cudaEventDestroy(until_); }
-  bool may_go() noexcept override { return cudaEventQuery(until_) != cudaErrorNotReady; }
+  LaneResources(c10::DeviceIndex device, std::vector<std::shared_ptr<void>> kept, cudaEvent_t until)
+      : PendingDelete(device), retained_(std::move(kept)), until_(until) {}
+  ~LaneResources() override { (void)cudaEventDestroy(until_); }
+  bool can_delete() noexcept override { return cudaEventQuery(until_) != cudaErrorNotReady; }
 
  private:
-  const std::vector<std::shared_ptr<void>> kept_;
+  const std::vector<std::shared_ptr<void>> retained_;
   const cudaEvent_t until_;
 };
 
 CudaLanes::CudaLanes(c10::DeviceIndex device, const LaneOptions& options)
-    : Lanes(options.computes),
+    : Lanes(options.num_compute_lanes),
       device_(device),
       shares_caller_(options.compute_priority == 0),
       streams_(device, priorities_of(options)) {
-  open_graveyard();
+  start_deferred_deleter();
   const c10::cuda::CUDAGuard guard(device);
-  ends_ = std::make_unique<Ends>();
+  last_op_ = std::make_unique<LastOpEvent>();
 }
 
-CudaLanes::~CudaLanes() { bury(new Hold(device_, std::move(kept_), ends_->eager())); }
+CudaLanes::~CudaLanes() {
+  defer(new LaneResources(device_, std::move(retained_), last_op_->eager()));
+}
 
-void CudaLanes::enter() { ends_->put_behind(c10::cuda::getCurrentCUDAStream(device_).stream()); }
+void CudaLanes::enter() {
+  last_op_->make_stream_wait(c10::cuda::getCurrentCUDAStream(device_).stream());
+}
 
-void CudaLanes::fork(bool as_one) {
-  streams_.fork_at_first_use(c10::cuda::getCurrentCUDAStream(device_));
-  as_one_ = as_one && !streams_.are_captured();
+void CudaLanes::fork(bool single_lane) {
+  streams_.fork_lazily(c10::cuda::getCurrentCUDAStream(device_));
+  single_lane_ = single_lane && !streams_.is_captured();
 }
 
 c10::cuda::CUDAStream CudaLanes::stream_of(int lane) {
-  if (as_one_) return streams_.unforked_origin();
+  if (single_lane_) return streams_.unforked_origin();
   return is_callers(lane) ? streams_.origin() : streams_.stream(lane);
 }
 
@@ -68,18 +73,18 @@ void CudaLanes::run(int lane, std::string_view name, std::function<void()> work)
 }
 
 Lanes::Mark CudaLanes::mark(int lane) {
-  if (as_one_) return Mark{};
+  if (single_lane_) return Mark{};
   return reinterpret_cast<Mark>(streams_.mark(stream_of(lane).stream()));
 }
 
 void CudaLanes::after(int lane, Mark mark) {
-  if (as_one_) return;
+  if (single_lane_) return;
   const auto event = reinterpret_cast<cudaEvent_t>(mark);
-  if (!is_callers(lane)) return streams_.follow(lane, event);
+  if (!is_callers(lane)) return streams_.wait_event(lane, event);
   check(cudaStreamWaitEvent(stream_of(lane).stream(), event), "cudaStreamWaitEvent");
 }
 
-void CudaLanes::settle(int lane) {
+void CudaLanes::join_lane(int lane) {
   if (is_callers(lane)) return;
   check(cudaStreamWaitEvent(streams_.origin().stream(), reinterpret_cast<cudaEvent_t>(mark(lane))),
         "cudaStreamWaitEvent");
@@ -93,12 +98,12 @@ void CudaLanes::wait(int lane, std::shared_ptr<WorkPtr> work) {
 
 void CudaLanes::join() { streams_.join(); }
 
-void CudaLanes::leave() { ends_->record(c10::cuda::getCurrentCUDAStream(device_).stream()); }
+void CudaLanes::leave() { last_op_->record(c10::cuda::getCurrentCUDAStream(device_).stream()); }
 
 void CudaLanes::drain(std::chrono::milliseconds timeout) noexcept {
   const RelaxedCapture relaxed;
   const auto until = std::chrono::steady_clock::now() + timeout;
-  while (cudaEventQuery(ends_->eager()) == cudaErrorNotReady &&
+  while (cudaEventQuery(last_op_->eager()) == cudaErrorNotReady &&
          std::chrono::steady_clock::now() < until) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
@@ -106,10 +111,10 @@ void CudaLanes::drain(std::chrono::milliseconds timeout) noexcept {
 }
 
 void CudaLanes::cancel() noexcept {
-  // A lane that a capture took in must be joined, or the capture cannot end.
+  // A lane that is part of a capture must be joined, otherwise the capture cannot end.
   try {
     streams_.join();
-  } catch (const std::exception&) {  // the capture is broken, or the device is
+  } catch (const std::exception&) {  // The capture or the device is broken.
   }
 }
 

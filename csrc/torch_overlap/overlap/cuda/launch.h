@@ -4,10 +4,10 @@
 
 #include <initializer_list>
 
-// What the .cu files share to launch kernels.
+// Launch helpers shared by the .cu files.
 namespace torch_overlap::cuda {
 
-// `cluster`: blocks of a cluster; 1: no clusters.
+// Launches a kernel with clusters of `cluster` blocks; 1 launches it without clusters.
 inline cudaError_t launch_with_cluster(const void* kernel, dim3 grid, dim3 block, int cluster,
                                        void** arguments, cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
@@ -24,7 +24,7 @@ inline cudaError_t launch_with_cluster(const void* kernel, dim3 grid, dim3 block
   return cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
-// Loads their code onto the current device.
+// Loads the code of the kernels onto the current device.
 inline cudaError_t load_kernels(std::initializer_list<const void*> kernels) {
   for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;

@@ -1,41 +1,42 @@
 #pragma once
 
 #include "torch_overlap/overlap/cuda/await.cuh"
-#include "torch_overlap/overlap/cuda/direct.h"
+#include "torch_overlap/overlap/cuda/low_latency.h"
 
-// What kernels that begin and end operations share. For .cu files.
+// Device code shared by kernels that begin and end operations. For .cu files.
 namespace torch_overlap::cuda {
 
-inline constexpr int kWordsInLine = 32;  // ChannelLayout::kLine bytes
-inline constexpr int kEntriesInLine = kWordsInLine * sizeof(uint32_t) / sizeof(BegunEntry);
+inline constexpr int kWordsPerLine = 32;  // ChannelLayout::kLineBytes in words.
+inline constexpr int kEntriesPerLine = kWordsPerLine * sizeof(uint32_t) / sizeof(EntryFlag);
 
-// Not part of the code that a kernel runs through, which is mostly cold.
-inline __noinline__ __device__ void give_up(const ChannelWords& words, const WaitControl& control,
-                                            WaitKind kind, int peer, uint32_t expected,
-                                            uint32_t seen) {
+// Not inlined, to keep this cold code out of the path that a kernel executes.
+inline __noinline__ __device__ void record_failure(const ChannelWords& words,
+                                                   const WaitControl& control, WaitKind kind,
+                                                   int peer, uint32_t expected, uint32_t seen) {
   WaitRecord what{};
   what.kind = kind;
-  what.window = words.id;
+  what.memory_id = words.id;
   what.peer = peer;
   what.expected = expected;
-  give_up(control, what, seen);
+  record_failure(control, what, seen);
 }
 
-// What a peer that has begun said of its rows: the same as this rank, or both fail.
-inline __device__ bool check_rows(const ChannelWords& words, uint32_t seen, uint32_t rows, int peer,
-                                  const WaitControl& control) {
+// Returns true if a peer has entered with the same rows and signature as this rank. If not, the
+// operation fails on both ranks.
+inline __device__ bool check_payload(const ChannelWords& words, uint32_t seen, uint32_t rows,
+                                     int peer, const WaitControl& control) {
   if (seen == rows) return true;
-  give_up(words, control, WaitKind::rows, peer, rows, seen);
+  record_failure(words, control, WaitKind::signature_mismatch, peer, rows, seen);
   return false;
 }
 
-// Where an operation begins: what it needs to know first.
+// State that an operation reads first.
 struct Start {
-  uint32_t epoch;   // of the operation
-  bool has_failed;  // a wait has: nothing is told to others
+  uint32_t epoch;   // Epoch of the operation.
+  bool has_failed;  // A wait has failed: nothing is signaled to the peers.
 };
 
-// Two loads, of which neither is waited for before the other is asked for.
+// Issues both loads before it waits for either.
 __device__ __forceinline__ Start start_of(const ChannelWords& words, const WaitControl& control) {
   uint32_t epoch;
   uint32_t failed;
@@ -45,18 +46,18 @@ __device__ __forceinline__ Start start_of(const ChannelWords& words, const WaitC
       : "=&r"(epoch), "=&r"(failed)
       : "l"(words.epoch), "l"(control.failed)
       : "memory");
-  return {epoch + 1, failed != kFine};
+  return {epoch + 1, failed != kNoWaitFailed};
 }
 
-// Tells a peer, by the first of this rank's entries there, that the operation has begun, behind all
-// that was read and written before.
-__device__ __forceinline__ void tell_entry(BegunEntry* entries, uint32_t rows, uint32_t epoch) {
-  store_release(entries + entry_at(epoch), entry_of(epoch, rows));
+// Signals to a peer that the operation has begun. `entries` is the first of this rank's entry flags
+// there. The release orders everything that was read and written before it.
+__device__ __forceinline__ void signal_entry(EntryFlag* entries, uint32_t rows, uint32_t epoch) {
+  store_release(entries + entry_slot(epoch), make_entry_flag(epoch, rows));
 }
 
 // --- Kernels that are operations by themselves ---------------------------------------------------
 
-// Whether the thread of this number waits for the rank of that.
+// True if `thread` polls the rank of the same index.
 inline __device__ bool is_peer(const ChannelWords& words, int thread) {
   return thread < words.size && thread != words.rank;
 }
@@ -65,11 +66,11 @@ inline __device__ bool is_peer(const ChannelWords& words) {
 }
 
 struct OperationStart : Start {
-  uint32_t was_busy;  // for one thread of the kernel: another such kernel runs
+  uint32_t was_busy;  // Nonzero if another such kernel runs. Set in one thread of the kernel.
 };
 
-// The thread that asks whether another one runs waits for no rank, so it can say so while the
-// others wait.
+// The thread that checks for another kernel waits for no rank, so it can report one while the other
+// threads wait.
 inline __device__ OperationStart start_operation(const OperationParams& p) {
   OperationStart start{start_of(p.words, p.control), 0};
   if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) == p.words.rank) {
@@ -78,59 +79,61 @@ inline __device__ OperationStart start_operation(const OperationParams& p) {
   return start;
 }
 
-inline __device__ bool is_alone(const OperationParams& p, const OperationStart& start) {
+inline __device__ bool try_exclusive(const OperationParams& p, const OperationStart& start) {
   if (start.was_busy == 0) return true;
-  give_up(p.words, p.control, WaitKind::apart, 0, 0, 0);
+  record_failure(p.words, p.control, WaitKind::concurrent_ops, 0, 0, 0);
   return false;
 }
 
-// Of a word that has been looked at for a while.
+// Slow path of comes(), not inlined.
 template <typename Word>
-__noinline__ __device__ Word await_late(const ChannelWords& words, const WaitControl& control,
-                                        const Word* word, uint32_t epoch, WaitKind kind, int peer,
-                                        uint64_t look_at_host_ns) {
-  return await_late_word(words, word, epoch, kind, peer, control, look_at_host_ns);
+__noinline__ __device__ Word wait_late(const ChannelWords& words, const WaitControl& control,
+                                       const Word* word, uint32_t epoch, WaitKind kind, int peer,
+                                       uint64_t host_poll_interval_ns) {
+  return await_late_word(words, word, epoch, kind, peer, control, host_poll_interval_ns);
 }
 
-// Waits until the word of a peer, which is `seen` then, has come to the epoch. False: this wait has
-// failed, or another one while this took long.
+// Waits until a peer's word has reached the epoch; `seen` is its value then. Returns false if this
+// wait has failed, or if another one has failed during the slow path.
 template <typename Word>
-__device__ bool comes(const ChannelWords& words, const WaitControl& control, const Word* word,
-                      uint32_t epoch, WaitKind kind, int peer, uint64_t look_at_host_ns,
-                      Word& seen) {
-  if (comes_soon(word, epoch, seen)) return true;
-  seen = await_late(words, control, word, epoch, kind, peer, look_at_host_ns);
-  return reached(seen, epoch) && !has_failed(control);
+__device__ bool wait_for_epoch(const ChannelWords& words, const WaitControl& control,
+                               const Word* word, uint32_t epoch, WaitKind kind, int peer,
+                               uint64_t host_poll_interval_ns, Word& seen) {
+  if (spin_until_epoch(word, epoch, seen)) return true;
+  seen = wait_late(words, control, word, epoch, kind, peer, host_poll_interval_ns);
+  return has_reached(seen, epoch) && !has_failed(control);
 }
 
-// The same of a peer, whose first entry here is given, that is to begin the operation. False also
-// where it has begun another one.
-inline __device__ bool begins(const ChannelWords& words, const WaitControl& control,
-                              const BegunEntry* entries, uint32_t epoch, uint32_t rows, int peer,
-                              uint64_t look_at_host_ns) {
-  BegunEntry seen;
-  return comes(words, control, entries + entry_at(epoch), epoch, WaitKind::begin, peer,
-               look_at_host_ns, seen) &&
-         check_rows(words, said_of(seen), rows, peer, control);
+// Waits until a peer has entered the operation. `entries` is the first of its entry flags here.
+// Also returns false if the peer has entered a different operation.
+inline __device__ bool wait_for_entry(const ChannelWords& words, const WaitControl& control,
+                                      const EntryFlag* entries, uint32_t epoch, uint32_t rows,
+                                      int peer, uint64_t host_poll_interval_ns) {
+  EntryFlag seen;
+  return wait_for_epoch(words, control, entries + entry_slot(epoch), epoch, WaitKind::begin, peer,
+                        host_poll_interval_ns, seen) &&
+         check_payload(words, payload_of(seen), rows, peer, control);
 }
 
-// The same in a kernel that is an operation by itself.
-inline __device__ bool comes(const OperationParams& p, const uint32_t* word, uint32_t epoch,
-                             WaitKind kind, int peer) {
+// Overloads for kernels that are operations by themselves.
+inline __device__ bool wait_for_epoch(const OperationParams& p, const uint32_t* word,
+                                      uint32_t epoch, WaitKind kind, int peer) {
   uint32_t seen;
-  return comes(p.words, p.control, word, epoch, kind, peer, kManyLookAtHostNs, seen);
+  return wait_for_epoch(p.words, p.control, word, epoch, kind, peer, kAllBlocksHostPollIntervalNs,
+                        seen);
 }
-inline __device__ bool begins(const OperationParams& p, const BegunEntry* entries, uint32_t epoch,
-                              int peer) {
-  return begins(p.words, p.control, entries, epoch, p.rows, peer, kManyLookAtHostNs);
-}
-
-// To a peer: this rank has given up.
-inline __device__ void tell_gone(const OperationParams& p, int peer) {
-  store_release(p.gone.at[peer], 1);
+inline __device__ bool wait_for_entry(const OperationParams& p, const EntryFlag* entries,
+                                      uint32_t epoch, int peer) {
+  return wait_for_entry(p.words, p.control, entries, epoch, p.rows, peer,
+                        kAllBlocksHostPollIntervalNs);
 }
 
-// Of one thread, when all blocks have read the epoch. `is_good`: it is taken.
+// Signals to a peer that this rank has aborted.
+inline __device__ void signal_abort(const OperationParams& p, int peer) {
+  store_release(p.peer_abort_flags.at[peer], 1);
+}
+
+// Called by one thread after all blocks have read the epoch. Advances the epoch if `is_good`.
 inline __device__ void leave_operation(const OperationParams& p, uint32_t epoch, bool is_good) {
   *p.words.ticket = 0;
   *p.busy = 0;

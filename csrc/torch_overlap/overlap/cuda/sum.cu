@@ -9,19 +9,20 @@
 namespace torch_overlap::cuda {
 namespace {
 
-constexpr int kLanesOfWarp = 32;
+constexpr int kWarpSize = 32;
 
 struct SumConfig {
   static constexpr int kThreads = 512;
-  // Packs that a thread has under way at once: with few blocks, loads from other GPUs need many.
+  // Packs that a thread loads concurrently. With few blocks, loads from other GPUs need many in
+  // flight.
   static constexpr int kUnroll = 4;
-  static constexpr int kMostBlocks = 65535;
+  static constexpr int kMaxBlocks = 65535;
 };
 
 template <typename Part, int n>
 __device__ __forceinline__ Pack<Part, n> load_pack(const Part* from) {
   if constexpr (sizeof(Pack<Part, n>) == 16) {
-    // Written by others: not by way of L1.
+    // Bypasses L1: other ranks write this memory.
     const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(from));
     return reinterpret_cast<const Pack<Part, n>&>(raw);
   } else {
@@ -29,7 +30,7 @@ __device__ __forceinline__ Pack<Part, n> load_pack(const Part* from) {
   }
 }
 
-// A thread takes `n` columns of `unroll` rows at a time. A block takes rows in steps of blockDim.y.
+// A thread sums `n` columns of `unroll` rows per iteration. A block has blockDim.y rows of threads.
 template <typename Part, typename Out, int n>
 __global__ void __launch_bounds__(SumConfig::kThreads)
     sum_kernel(__grid_constant__ const SumParams p) {
@@ -93,11 +94,11 @@ bool is_aligned(const SumParams& p, int n) {
 template <typename Part, typename Out, int n>
 cudaError_t launch_sum_of(const SumParams& p, int blocks, int cluster, cudaStream_t stream) {
   const int64_t packs = (p.columns + n - 1) / n;
-  unsigned int x = kLanesOfWarp;
+  unsigned int x = kWarpSize;
   while (x < SumConfig::kThreads && x < packs) x *= 2;
   const dim3 block(x, SumConfig::kThreads / x);
   const int64_t rows = (p.rows + block.y * SumConfig::kUnroll - 1) / (block.y * SumConfig::kUnroll);
-  int64_t grid = std::min<int64_t>(rows, blocks == 0 ? SumConfig::kMostBlocks : blocks);
+  int64_t grid = std::min<int64_t>(rows, blocks == 0 ? SumConfig::kMaxBlocks : blocks);
   if (cluster > 1) grid = (grid + cluster - 1) / cluster * cluster;
   SumParams params = p;
   void* arguments[] = {&params};
@@ -109,7 +110,7 @@ cudaError_t launch_sum_of(const SumParams& p, int blocks, int cluster, cudaStrea
 template <typename Part, typename Out>
 cudaError_t launch_sum_typed(const SumParams& p, int blocks, int cluster, cudaStream_t stream) {
   constexpr int kPack = 16 / static_cast<int>(sizeof(Part));
-  // 8-bit parts of a 4-byte sum would make stores of 64 bytes.
+  // Limits a pack of the output to 32 bytes: one of 8-bit parts with a 4-byte sum would have 64.
   constexpr int n = sizeof(Out) * kPack > 32 ? 32 / static_cast<int>(sizeof(Out)) : kPack;
   if (is_aligned<Part, Out>(p, n)) return launch_sum_of<Part, Out, n>(p, blocks, cluster, stream);
   return launch_sum_of<Part, Out, 1>(p, blocks, cluster, stream);

@@ -15,32 +15,32 @@ namespace {
 
 void require(cudaError_t status, std::string_view what) { cuda::check(status, what); }
 
-// The communicator's, whose watchdog then sees what expires; else one of its own.
-std::shared_ptr<WaitBoard> board_of(const OverlapGroup& group) {
+// Returns the communicator's monitor, so that its watchdog sees expired waits; otherwise a new one.
+std::shared_ptr<DeviceWaitMonitor> monitor_of(const OverlapGroup& group) {
   if (const auto comm = group.comm()) {
     const auto backend = std::dynamic_pointer_cast<NcclBackend>(comm->membership()->backend);
-    if (backend) return backend->wait_board();
+    if (backend) return backend->wait_monitor();
   }
-  return std::make_shared<WaitBoard>(group.device().index());
+  return std::make_shared<DeviceWaitMonitor>(group.device().index());
 }
 
 }  // namespace
 
-CudaTransport::CudaTransport(std::shared_ptr<SymmetricMemory> memory, DirectOptions options)
+CudaTransport::CudaTransport(std::shared_ptr<SymmetricMemory> memory, PeerMappedOptions options)
     : memory_(std::move(memory)),
       options_(std::move(options)),
-      board_(board_of(*options_.group)),
-      words_{.epoch = word(memory_->rank(), options_.layout.epoch_at()),
-             .ticket = word(memory_->rank(), options_.layout.epoch_at()) + 1,
-             .gone = word(memory_->rank(), options_.layout.gone_at()),
+      monitor_(monitor_of(*options_.group)),
+      words_{.epoch = word(memory_->rank(), options_.layout.epoch_offset()),
+             .ticket = word(memory_->rank(), options_.layout.epoch_offset()) + 1,
+             .abort_flag = word(memory_->rank(), options_.layout.abort_flag_offset()),
              .id = memory_->id(),
              .rank = memory_->rank(),
              .size = memory_->size()},
       cluster_(at::cuda::getDeviceProperties(memory_->device().index())->major >= 9
                    ? options_.cluster
                    : 1) {
-  TORCH_OVERLAP_CHECK(memory_->size() <= kMostRanks, kUnsupported, memory_->name(),
-                      ": expected at most ", kMostRanks, " ranks that share memory, got ",
+  TORCH_OVERLAP_CHECK(memory_->size() <= kMaxRanks, kUnsupported, memory_->name(),
+                      ": expected at most ", kMaxRanks, " ranks that share memory, got ",
                       memory_->size());
   const c10::cuda::CUDAGuard guard(memory_->device());
   const RelaxedCapture relaxed;
@@ -53,28 +53,28 @@ cudaStream_t CudaTransport::current_stream() const {
 }
 
 WaitControl CudaTransport::control() const {
-  return board_->control(memory_->id(), memory_->name(), options_.group->timeout());
+  return monitor_->control(memory_->id(), memory_->name(), options_.group->timeout());
 }
 
-WordOfAll CudaTransport::word_of_all(int64_t at) const {
-  WordOfAll words{};
+PeerWords CudaTransport::peer_words(int64_t at) const {
+  PeerWords words{};
   for (int rank = 0; rank < memory_->size(); ++rank) words.at[rank] = word(rank, at);
   return words;
 }
 
-BegunEntriesOfAll CudaTransport::begun_of_all() const {
-  BegunEntriesOfAll all{};
+PeerEntryFlags CudaTransport::peer_entry_flags() const {
+  PeerEntryFlags all{};
   for (int rank = 0; rank < memory_->size(); ++rank) all.at[rank] = entries(rank, memory_->rank());
   return all;
 }
 
 void CudaTransport::check() const {
-  if (const auto expired = board_->expired()) throw Error(ErrorKind::kTimeout, *expired);
+  if (const auto expired = monitor_->expired()) throw Error(ErrorKind::kTimeout, *expired);
 }
 
-void CudaTransport::begin(const Begin& operation) {
-  require(launch_begin(words_, begun_of_all(), gone_of_all(), begun_by(0), operation.word(),
-                       control(), current_stream()),
+void CudaTransport::begin(const EntryPayload& operation) {
+  require(launch_begin(words_, peer_entry_flags(), peer_abort_flags(), entry_flags_from(0),
+                       operation.word(), control(), current_stream()),
           "overlap: begin");
 }
 
@@ -84,13 +84,14 @@ void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {
     const size_t bytes = move.give.nbytes();
     const void* const from = bytes == 0 ? nullptr : move.give.const_data_ptr();
     void* const to = data(move.to, move.at);
-    // In one lane nothing runs beside a copy, and one launch costs the host less than two copies.
-    const bool by_kernel = !options_.use_ce || lanes.are_one();
-    if (by_kernel && move.pitch == 0 && move.flag != kUntold) {
-      require(
-          launch_push(words_, to, from, bytes, word(move.to, options_.layout.flag_at(move.flag)),
-                      control(), options_.blocks, cluster_, stream),
-          "overlap: push");
+    // With one lane nothing overlaps with a copy, and one launch costs the host less than two
+    // copies.
+    const bool by_kernel = !options_.use_ce || lanes.is_single_lane();
+    if (by_kernel && move.pitch == 0 && move.flag != kNoFlag) {
+      require(launch_copy_signal(words_, to, from, bytes,
+                                 word(move.to, options_.layout.flag_offset(move.flag)), control(),
+                                 options_.blocks, cluster_, stream),
+              "overlap: copy and signal");
       return;
     }
     if (bytes > 0 && move.pitch > 0) {
@@ -103,19 +104,19 @@ void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {
       require(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream),
               "cudaMemcpyAsync to a peer");
     }
-    if (move.flag == kUntold) return;
-    require(cudaMemcpyAsync(word(move.to, options_.layout.flag_at(move.flag)), words_.epoch,
+    if (move.flag == kNoFlag) return;
+    require(cudaMemcpyAsync(word(move.to, options_.layout.flag_offset(move.flag)), words_.epoch,
                             sizeof(uint32_t), cudaMemcpyDeviceToDevice, stream),
             "cudaMemcpyAsync of a flag");
   });
 }
 
-void CudaTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags) {
+void CudaTransport::wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) {
   lanes.run(lane, "await", [&] {
     FlagList list{};
     for (const int flag : flags) {
-      list.at[list.count] = word(memory_->rank(), options_.layout.flag_at(flag));
-      list.number[list.count++] = flag % memory_->size();
+      list.at[list.count] = word(memory_->rank(), options_.layout.flag_offset(flag));
+      list.source[list.count++] = flag % memory_->size();
     }
     require(launch_await(words_, list, control(), current_stream()), "overlap: await");
   });
@@ -123,7 +124,8 @@ void CudaTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flag
 
 void CudaTransport::post(Lanes& lanes, int lane, int flag) {
   lanes.run(lane, "post", [&] {
-    require(launch_tell(words_, flag_of_all(flag + memory_->rank()), control(), current_stream()),
+    require(launch_signal_flags(words_, peer_flags(flag + memory_->rank()), control(),
+                                current_stream()),
             "overlap: post");
   });
 }

@@ -6,67 +6,68 @@
 
 #include "torch_overlap/overlap/cuda/kernels.h"
 #include "torch_overlap/overlap/device.h"
-#include "torch_overlap/symm/cuda/wait_board.h"
+#include "torch_overlap/symm/cuda/device_wait_monitor.h"
 #include "torch_overlap/symm/entry.h"
 
 namespace torch_overlap::cuda {
 
-// Through memory of other GPUs that this one reaches: by copy engines, or by the stores of a
-// kernel.
+// Transport through the memory of other GPUs that this one has mapped: by copy engines, or by the
+// stores of a kernel.
 //
-// All words live in device memory and hold epochs, so replays of graphs and eager calls may follow
-// each other in any order that is the same on all ranks. A copy engine copies a chunk and behind it
-// the word of the epoch, from this rank's memory to the flag in the other's: on one stream they
-// arrive in this order. What is waited for comes from copies and kernels of other ranks that wait
-// for nothing of this one but what came before in the order of the operations. Of lanes that are
-// one a kernel does both.
+// All flags are in device memory and hold epochs, so graph replays and eager calls may follow each
+// other in any order that is the same on all ranks. A copy engine copies a chunk and then the
+// epoch, from this rank's memory to the flag on the peer; copies on one stream arrive in order. A
+// rank waits only for copies and kernels of other ranks, and these wait only for earlier operations
+// of this rank. If all lanes are one, a kernel copies the chunk and sets the flag.
 class CudaTransport final : public Transport {
  public:
-  CudaTransport(std::shared_ptr<SymmetricMemory> memory, DirectOptions options);
+  CudaTransport(std::shared_ptr<SymmetricMemory> memory, PeerMappedOptions options);
 
   std::string_view name() const override { return options_.use_ce ? "copy engine" : "SM stores"; }
-  bool is_direct() const override { return true; }
+  bool is_peer_mapped() const override { return true; }
   void check() const override;
-  void begin(const Begin& operation) override;
-  bool may_begin_beside() const override { return true; }
-  std::vector<std::shared_ptr<void>> keepers() const override { return {memory_, board_}; }
+  void begin(const EntryPayload& operation) override;
+  bool can_begin_on_comm_lane() const override { return true; }
+  std::vector<std::shared_ptr<void>> retained_resources() const override {
+    return {memory_, monitor_};
+  }
   void exchange(Lanes& lanes, int lane, const Move& move) override;
-  void arrived(Lanes& lanes, int lane, const std::vector<int>& flags) override;
+  void wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) override;
   void post(Lanes& lanes, int lane, int flag) override;
   at::Tensor peer(int rank, int64_t at, c10::IntArrayRef sizes,
                   at::ScalarType dtype) const override;
 
-  // For kernels that wait and tell by themselves.
+  // Accessors for kernels that wait and signal by themselves.
   bool uses_copy_engine() const { return options_.use_ce; }
   const ChannelWords& words() const { return words_; }
-  // Byte `at` of the data of `rank`'s part.
+  // Returns the address of byte `at` of `rank`'s data.
   void* data(int rank, int64_t at) const {
     return static_cast<std::byte*>(memory_->pointer(rank)) + at;
   }
   WaitControl control() const;
-  uint32_t* flag(int rank, int flag) const { return word(rank, options_.layout.flag_at(flag)); }
-  uint32_t* busy() const { return word(memory_->rank(), options_.layout.busy_at()); }
-  // The first of the entries of a rank here, and on every rank of those of this one.
-  const BegunEntry* begun_by(int rank) const { return entries(memory_->rank(), rank); }
-  BegunEntriesOfAll begun_of_all() const;
-  WordOfAll gone_of_all() const { return word_of_all(options_.layout.gone_at()); }
-  WordOfAll flag_of_all(int flag) const { return word_of_all(options_.layout.flag_at(flag)); }
-  // On `rank`, the words of tiles that come from `source`.
-  uint32_t* tile_word(int rank, int source) const {
-    return word(rank, options_.layout.tiles_at(source));
+  uint32_t* flag(int rank, int flag) const { return word(rank, options_.layout.flag_offset(flag)); }
+  uint32_t* busy() const { return word(memory_->rank(), options_.layout.busy_offset()); }
+  // Return the first entry flag of a rank here, and the first of this rank's on every rank.
+  const EntryFlag* entry_flags_from(int rank) const { return entries(memory_->rank(), rank); }
+  PeerEntryFlags peer_entry_flags() const;
+  PeerWords peer_abort_flags() const { return peer_words(options_.layout.abort_flag_offset()); }
+  PeerWords peer_flags(int flag) const { return peer_words(options_.layout.flag_offset(flag)); }
+  // Returns the tile flags on `rank` that `source` sets.
+  uint32_t* tile_flags(int rank, int source) const {
+    return word(rank, options_.layout.tile_flags_offset(source));
   }
 
  private:
   uint32_t* word(int rank, int64_t at) const { return static_cast<uint32_t*>(data(rank, at)); }
-  WordOfAll word_of_all(int64_t at) const;
-  BegunEntry* entries(int on, int of) const {
-    return static_cast<BegunEntry*>(data(on, options_.layout.begun_at(of)));
+  PeerWords peer_words(int64_t at) const;
+  EntryFlag* entries(int on, int of) const {
+    return static_cast<EntryFlag*>(data(on, options_.layout.entry_flags_offset(of)));
   }
   cudaStream_t current_stream() const;
 
   const std::shared_ptr<SymmetricMemory> memory_;
-  const DirectOptions options_;
-  const std::shared_ptr<WaitBoard> board_;
+  const PeerMappedOptions options_;
+  const std::shared_ptr<DeviceWaitMonitor> monitor_;
   const ChannelWords words_;
   const int cluster_;
 };

@@ -5,7 +5,7 @@
 
 #include <type_traits>
 
-// Elements as kernels that sum them see them. For .cu files.
+// Conversions between element types and their accumulators. For .cu files.
 namespace torch_overlap::cuda {
 
 template <typename T>

@@ -1,5 +1,5 @@
-// Device memory that other processes of the host can map: CUDA's virtual memory, passed on as
-// descriptors. Never a multicast object: it can take a shared host down.
+// Device memory that other processes of the host can map: CUDA virtual memory, exported as file
+// descriptors. Multicast objects are never used: they can take a shared host down.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -26,22 +26,22 @@ using cuda::Driver;
 using cuda::MemoryHandle;
 using cuda::VirtualMapping;
 
-// What get_mem_allocator() gave to torch's caching allocator, by address, until it gives it back.
-struct Pooled {
+// Mappings that torch's caching allocator holds through get_mem_allocator(), by address.
+struct PoolMappings {
   std::mutex mutex;
   std::map<void*, std::shared_ptr<VirtualMapping>> by_address;
 };
 
-Pooled& pooled() {
-  static auto* instance = new Pooled;
+PoolMappings& pool_mappings() {
+  static auto* instance = new PoolMappings;
   return *instance;
 }
 
-// Where a range of device memory lies in the mapping that it is part of.
+// Mapping that contains a range of device memory.
 struct Range {
   CUdeviceptr base = 0;
   uint64_t bytes = 0;
-  std::shared_ptr<void> keeper;
+  std::shared_ptr<void> keep_alive;
 };
 
 std::string uuid_of(c10::DeviceIndex device) {
@@ -49,7 +49,8 @@ std::string uuid_of(c10::DeviceIndex device) {
   return std::string(uuid.bytes, sizeof(uuid.bytes));
 }
 
-// Empty where it is hidden from this process (CUDA_VISIBLE_DEVICES).
+// Returns the device with this UUID; empty if it is hidden from this process
+// (CUDA_VISIBLE_DEVICES).
 std::optional<c10::DeviceIndex> device_of(const std::string& uuid) {
   for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); ++device) {
     if (uuid_of(device) == uuid) return device;
@@ -59,18 +60,18 @@ std::optional<c10::DeviceIndex> device_of(const std::string& uuid) {
 
 class CudaAllocator final : public SymmetricAllocator {
  public:
-  void refuse_capture(std::string_view op) const override {
-    torch_overlap::refuse_capture(op, {c10::kCUDA, c10::cuda::current_device()});
+  void check_not_capturing(std::string_view op) const override {
+    torch_overlap::check_not_capturing(op, {c10::kCUDA, c10::cuda::current_device()});
   }
 
   at::Tensor allocate(int64_t bytes, c10::Device device) override {
-    refuse_capture("symmetric_empty");
+    check_not_capturing("symmetric_empty");
     const c10::Device placed(c10::kCUDA,
                              device.has_index() ? device.index() : c10::cuda::current_device());
     auto mapping = VirtualMapping::create(placed.index(), static_cast<uint64_t>(bytes));
     std::byte* pointer = mapping->begin();
     {
-      // Zero before anybody is told of it.
+      // The memory must be zero before other ranks know of it.
       const c10::cuda::CUDAGuard guard(placed);
       const cuda::RelaxedCapture relaxed;
       const cuda::OwnedStream stream(placed.index(), /*high_priority=*/false);
@@ -83,8 +84,8 @@ class CudaAllocator final : public SymmetricAllocator {
         at::TensorOptions().dtype(at::kByte).device(placed), placed);
   }
 
-  // Of any memory that can be exported: ours, that of pools over our allocator, and what NCCL's or
-  // torch's own symmetric memory made.
+  // Exports any memory that can be exported: that of this allocator, of pools over it, and of
+  // NCCL's or torch's own symmetric memory.
   Export share(std::string_view op, const at::Tensor& tensor) override {
     const c10::cuda::CUDAGuard guard(tensor.device());
     const Driver& driver = Driver::loaded();
@@ -114,7 +115,7 @@ class CudaAllocator final : public SymmetricAllocator {
       driver.check(driver.range_of(&range.base, &bytes, reinterpret_cast<CUdeviceptr>(begin)),
                    "cuMemGetAddressRange");
       range.bytes = bytes;
-      range.keeper = handle;
+      range.keep_alive = handle;
     }
     const uint64_t offset = reinterpret_cast<CUdeviceptr>(begin) - range.base;
     TORCH_OVERLAP_CHECK(offset + tensor.nbytes() <= range.bytes, kValue, op,
@@ -129,17 +130,17 @@ class CudaAllocator final : public SymmetricAllocator {
     shared.allocation_bytes = range.bytes;
     shared.offset = offset;
     shared.device = uuid_of(tensor.device().index());
-    shared.keeper = std::move(range.keeper);
-    // What this rank wrote to it before is there before another rank writes.
+    shared.keep_alive = std::move(range.keep_alive);
+    // This rank's earlier writes must be complete before another rank writes.
     const cuda::RelaxedCapture relaxed;
     c10::cuda::getCurrentCUDAStream(tensor.device().index()).synchronize();
     return shared;
   }
 
-  std::string obstacle(c10::Device device, const std::string& theirs) override {
+  std::string unreachable_reason(c10::Device device, const std::string& theirs) override {
     const int me = device.index();
     const auto seen = device_of(theirs);
-    if (!seen || *seen == me) return {};  // of one that is hidden, mapping it tells
+    if (!seen || *seen == me) return {};  // for a hidden device, mapping the memory shows it
     const int peer = *seen;
     int can = 0;
     cuda::check(cudaDeviceCanAccessPeer(&can, me, peer), "cudaDeviceCanAccessPeer");
@@ -159,8 +160,8 @@ class CudaAllocator final : public SymmetricAllocator {
 
   bool sees(const std::string& theirs) override { return device_of(theirs).has_value(); }
 
-  // Threads with a device each: access is granted to a mapping, so each makes its own.
-  bool shares_pointers() const override { return false; }
+  // False: access is granted per mapping, so threads with a device each map the memory themselves.
+  bool has_shared_address_space() const override { return false; }
 
   Mapping map(c10::Device device, const Descriptor& descriptor, uint64_t allocation_bytes,
               uint64_t offset) override {
@@ -175,8 +176,8 @@ const SymmetricAllocatorRegistration cuda_registration(c10::kCUDA,
 }  // namespace
 }  // namespace torch_overlap
 
-// For torch.cuda.memory.CUDAPluggableAllocator: null tells the caching allocator to free what it
-// has kept, and to try again.
+// For torch.cuda.memory.CUDAPluggableAllocator. Null makes the caching allocator free its cached
+// memory and retry.
 extern "C" {
 
 TORCH_OVERLAP_API void* torch_overlap_symmetric_alloc(ssize_t bytes, int device, cudaStream_t) {
@@ -186,8 +187,8 @@ TORCH_OVERLAP_API void* torch_overlap_symmetric_alloc(ssize_t bytes, int device,
     auto mapping =
         VirtualMapping::create(static_cast<c10::DeviceIndex>(device), static_cast<uint64_t>(bytes));
     void* const pointer = mapping->begin();
-    const std::lock_guard lock(pooled().mutex);
-    pooled().by_address.insert_or_assign(pointer, std::move(mapping));
+    const std::lock_guard lock(pool_mappings().mutex);
+    pool_mappings().by_address.insert_or_assign(pointer, std::move(mapping));
     return pointer;
   } catch (const std::exception& error) {
     TORCH_WARN("symmetric memory for a pool: ", error.what());
@@ -197,12 +198,12 @@ TORCH_OVERLAP_API void* torch_overlap_symmetric_alloc(ssize_t bytes, int device,
 
 TORCH_OVERLAP_API void torch_overlap_symmetric_free(void* pointer, ssize_t, int, cudaStream_t) {
   using namespace torch_overlap;
-  std::shared_ptr<VirtualMapping> last;  // unmapped after the lock
-  const std::lock_guard lock(pooled().mutex);
-  const auto found = pooled().by_address.find(pointer);
-  if (found == pooled().by_address.end()) return;
+  std::shared_ptr<VirtualMapping> last;  // unmapped after the lock is released
+  const std::lock_guard lock(pool_mappings().mutex);
+  const auto found = pool_mappings().by_address.find(pointer);
+  if (found == pool_mappings().by_address.end()) return;
   last = std::move(found->second);
-  pooled().by_address.erase(found);
+  pool_mappings().by_address.erase(found);
 }
 
 }  // extern "C"

@@ -7,7 +7,7 @@
 namespace torch_overlap::cuda {
 namespace {
 
-// The version of CUDA whose form of a function is asked for: that of the declarations above.
+// Looks up a function in its form of CUDA version `since`: that of the declarations above.
 template <typename Function>
 void find(const char* name, Function& function, unsigned int since) {
   void* found = nullptr;

@@ -6,8 +6,8 @@
 
 namespace torch_overlap::cuda {
 
-// The driver's functions for virtual memory. Found in the driver that is loaded, never linked: the
-// library must load where there is none.
+// The driver's functions for virtual memory. They are looked up in the loaded driver, never linked:
+// the library must load on machines without a driver.
 struct Driver {
   decltype(&cuMemGetAllocationGranularity) granularity;
   decltype(&cuMemCreate) create;
@@ -26,7 +26,7 @@ struct Driver {
   decltype(&cuDeviceGet) device;
   decltype(&cuDeviceGetAttribute) attribute_of;
 
-  // Throws kUnsupported where the driver has one of them not.
+  // Throws kUnsupported if the driver lacks one of them.
   static const Driver& loaded();
   void check(CUresult status, std::string_view what) const;
 };

@@ -14,8 +14,8 @@
 namespace torch_overlap::cuda {
 namespace {
 
-// Whether network cards can read and write such memory, as NCCL has them do for one_sided.h.
-bool is_for_network(c10::DeviceIndex index) {
+// Returns true if network cards can access such memory, which NCCL makes them do for one_sided.h.
+bool supports_gpu_direct_rdma(c10::DeviceIndex index) {
   const Driver& driver = Driver::loaded();
   CUdevice device = 0;
   int is = 0;
@@ -32,53 +32,54 @@ CUmemAllocationProp properties(c10::DeviceIndex device) {
   out.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   out.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   out.location.id = device;
-  out.allocFlags.gpuDirectRDMACapable = is_for_network(device) ? 1 : 0;
+  out.allocFlags.gpuDirectRDMACapable = supports_gpu_direct_rdma(device) ? 1 : 0;
   return out;
 }
 
 void unmap(CUdeviceptr address, uint64_t bytes) noexcept {
-  // At the end of the process the driver may be gone already: errors are of no use.
+  // At the end of the process the driver may be shut down already: errors are ignored.
   const Driver& driver = Driver::loaded();
   (void)driver.unmap(address, bytes);
   (void)driver.free_address(address, bytes);
 }
 
-// Mappings that nobody needs, but the device may still use: each goes when an event on its stream
-// has passed. Never destroyed.
-class Retired {
+// Mappings without an owner that the device may still use. Each is unmapped when an event on its
+// stream has completed. Never destroyed.
+class DeferredUnmapper {
  public:
-  static Retired& instance() {
-    static auto* const retired = new Retired;
-    return *retired;
+  static DeferredUnmapper& instance() {
+    static auto* const unmapper = new DeferredUnmapper;
+    return *unmapper;
   }
 
   void add(c10::cuda::CUDAStream stream, CUdeviceptr address, uint64_t bytes) noexcept {
     try {
       const c10::cuda::CUDAGuard guard(stream.device_index());
       const RelaxedCapture relaxed;
-      One one{stream, nullptr, false, address, bytes};
+      PendingUnmap one{stream, nullptr, false, address, bytes};
       check(cudaEventCreateWithFlags(&one.event, cudaEventDisableTiming), "cudaEventCreate");
       const std::lock_guard lock(mutex_);
-      waiting_.push_back(one);
+      pending_.push_back(one);
     } catch (const std::exception&) {  // then it stays mapped
     }
-    sweep(stream.device_index());
+    unmap_ready(stream.device_index());
   }
 
-  // Unmaps what the device is done with.
-  void sweep(c10::DeviceIndex device) noexcept {
+  // Unmaps the mappings that the device does not use any more.
+  void unmap_ready(c10::DeviceIndex device) noexcept {
     try {
       const c10::cuda::CUDAGuard guard(device);
       const RelaxedCapture relaxed;
       const std::lock_guard lock(mutex_);
-      std::erase_if(waiting_,
-                    [&](One& one) { return one.stream.device_index() == device && end(one); });
-    } catch (const std::exception&) {  // the device is gone
+      std::erase_if(pending_, [&](PendingUnmap& one) {
+        return one.stream.device_index() == device && end(one);
+      });
+    } catch (const std::exception&) {  // the device failed
     }
   }
 
  private:
-  struct One {
+  struct PendingUnmap {
     c10::cuda::CUDAStream stream;
     cudaEvent_t event;
     bool is_recorded;
@@ -86,7 +87,7 @@ class Retired {
     uint64_t bytes;
   };
 
-  static bool end(One& one) noexcept {
+  static bool end(PendingUnmap& one) noexcept {
     one.is_recorded = one.is_recorded || record(one);
     if (!one.is_recorded || cudaEventQuery(one.event) != cudaSuccess) {
       (void)cudaGetLastError();
@@ -97,8 +98,8 @@ class Retired {
     return true;
   }
 
-  // Not while the stream is captured, or cannot be asked because of another one that is.
-  static bool record(const One& one) noexcept {
+  // Records the event, unless the stream is captured, or cannot be queried because another one is.
+  static bool record(const PendingUnmap& one) noexcept {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     const auto stream = one.stream.stream();
     const bool can = cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
@@ -109,17 +110,17 @@ class Retired {
   }
 
   std::mutex mutex_;
-  std::vector<One> waiting_;
+  std::vector<PendingUnmap> pending_;
 };
 
-// Those of create() that live, by address.
-struct Made {
+// Live mappings of create(), by address.
+struct LiveMappings {
   std::mutex mutex;
   std::map<const std::byte*, std::weak_ptr<VirtualMapping>> by_address;
 };
 
-Made& made() {
-  static auto* instance = new Made;
+LiveMappings& made() {
+  static auto* instance = new LiveMappings;
   return *instance;
 }
 
@@ -152,13 +153,14 @@ VirtualMapping::VirtualMapping(c10::DeviceIndex device, CUmemGenericAllocationHa
 VirtualMapping::~VirtualMapping() {
   {
     const std::lock_guard lock(made().mutex);
-    made().by_address.erase(begin());  // not there if it was imported
+    made().by_address.erase(begin());  // imported mappings have no entry
   }
-  Retired::instance().add(stream_, address_, bytes_);
+  DeferredUnmapper::instance().add(stream_, address_, bytes_);
 }
 
 std::shared_ptr<VirtualMapping> VirtualMapping::find(const void* pointer) {
-  std::shared_ptr<VirtualMapping> found;  // dies after the lock if it is not the one
+  // Destroyed after the lock is released if it is not the one.
+  std::shared_ptr<VirtualMapping> found;
   const std::lock_guard lock(made().mutex);
   const auto* address = static_cast<const std::byte*>(pointer);
   const auto after = made().by_address.upper_bound(address);
@@ -170,8 +172,8 @@ std::shared_ptr<VirtualMapping> VirtualMapping::find(const void* pointer) {
 std::shared_ptr<VirtualMapping> VirtualMapping::create(c10::DeviceIndex device, uint64_t bytes) {
   const c10::cuda::CUDAGuard guard(device);
   const RelaxedCapture relaxed;                  // torch's allocator may grow a pool in a capture
-  check(cudaFree(nullptr), "symmetric memory");  // the driver wants a context
-  Retired::instance().sweep(device);
+  check(cudaFree(nullptr), "symmetric memory");  // the driver needs a context
+  DeferredUnmapper::instance().unmap_ready(device);
   const Driver& driver = Driver::loaded();
   const auto wanted = properties(device);
   size_t step = 0;
@@ -185,7 +187,7 @@ std::shared_ptr<VirtualMapping> VirtualMapping::create(c10::DeviceIndex device, 
                       ", got none: the device's memory is full; ",
                       "torch.cuda.empty_cache() gives back what torch keeps");
   driver.check(status, "cuMemCreate");
-  const MemoryHandle handle(created);  // the mapping keeps the memory
+  const MemoryHandle handle(created);  // the mapping keeps the memory alive
   std::shared_ptr<VirtualMapping> mapping(new VirtualMapping(device, handle.get(), rounded));
   const std::lock_guard lock(made().mutex);
   made().by_address.insert_or_assign(mapping->begin(), mapping);
@@ -198,7 +200,7 @@ std::shared_ptr<VirtualMapping> VirtualMapping::import(c10::DeviceIndex device,
   const c10::cuda::CUDAGuard guard(device);
   const RelaxedCapture relaxed;
   check(cudaFree(nullptr), "symmetric memory");
-  Retired::instance().sweep(device);
+  DeferredUnmapper::instance().unmap_ready(device);
   const Driver& driver = Driver::loaded();
   CUmemGenericAllocationHandle imported = 0;
   auto* os_handle = reinterpret_cast<void*>(static_cast<uintptr_t>(descriptor.get()));
@@ -208,7 +210,7 @@ std::shared_ptr<VirtualMapping> VirtualMapping::import(c10::DeviceIndex device,
   return std::shared_ptr<VirtualMapping>(new VirtualMapping(device, handle.get(), bytes));
 }
 
-bool is_shareable(const void* pointer) {
+bool is_exportable(const void* pointer) {
   const RelaxedCapture relaxed;
   const Driver& driver = Driver::loaded();
   CUmemGenericAllocationHandle found = 0;

@@ -12,21 +12,23 @@
 
 namespace torch_overlap::cuda {
 
-// Device memory in this process's address space: made here, or imported from another process. After
-// its end it stays mapped until the device has done what was by then on the stream that was current
-// when it was made, and goes when the next mapping is made or ends. Who uses it on other streams
-// orders them first, as for memory of torch's allocator; operations on a window keep it themselves.
-// Waiting for the whole device would break a capture that another thread has begun.
+// Device memory mapped into this process's address space: created here, or imported from another
+// process. After destruction it stays mapped until the device has completed the work that was then
+// on the stream that was current at creation. It is unmapped when the next mapping is created or
+// destroyed. A user on other streams must order them before that stream first, as for memory of
+// torch's allocator; operations on a window keep the mapping alive themselves. Waiting for the
+// whole device would break a capture that another thread has begun.
 //
 // Threads: any.
 class VirtualMapping {
  public:
-  // `bytes`, rounded up to what the device deals in. Throws on too little memory.
+  // Allocates `bytes`, rounded up to the granularity of the device. Throws if memory is
+  // insufficient.
   static std::shared_ptr<VirtualMapping> create(c10::DeviceIndex device, uint64_t bytes);
-  // What `descriptor` stands for: all of the exported memory, `bytes`.
+  // Maps the memory of `descriptor`: all of the exported memory, `bytes`.
   static std::shared_ptr<VirtualMapping> import(c10::DeviceIndex device,
                                                 const Descriptor& descriptor, uint64_t bytes);
-  // The one made by create() that `pointer` lies in; null if there is none.
+  // Returns the mapping of create() that contains `pointer`; null if there is none.
   static std::shared_ptr<VirtualMapping> find(const void* pointer);
   ~VirtualMapping();
   VirtualMapping(const VirtualMapping&) = delete;
@@ -45,7 +47,7 @@ class VirtualMapping {
   CUdeviceptr address_ = 0;
 };
 
-// A handle of memory, which lives as long as a handle or a mapping of it does.
+// Handle of memory, which lives as long as a handle or a mapping of it.
 class MemoryHandle {
  public:
   explicit MemoryHandle(CUmemGenericAllocationHandle handle) : handle_(handle) {}
@@ -59,7 +61,7 @@ class MemoryHandle {
   const CUmemGenericAllocationHandle handle_;
 };
 
-// Whether the memory at `pointer` was made for other processes to map.
-bool is_shareable(const void* pointer);
+// Returns true if the memory at `pointer` was allocated for other processes to map.
+bool is_exportable(const void* pointer);
 
 }  // namespace torch_overlap::cuda

@@ -4,19 +4,19 @@
 
 #include "torch_overlap/symm/cuda/wait_record.h"
 
-// How kernels wait for other ranks: bounded in time, stopped by the host, and of all that expire
-// the first one says what it waited for. For .cu files.
+// Waits of kernels for other ranks: bounded in time, and stopped by the host. The first one that
+// expires records what it waited for. For .cu files.
 namespace torch_overlap::cuda {
 
-// What `failed` holds: nothing has gone wrong, somebody writes down what has, it is written.
-inline constexpr uint32_t kFine = 0;
-inline constexpr uint32_t kWriting = 1;
-inline constexpr uint32_t kFailed = 2;
+// Values of `failed`: no failure, a thread is recording a failure, the failure is recorded.
+inline constexpr uint32_t kNoWaitFailed = 0;
+inline constexpr uint32_t kRecordingFailure = 1;
+inline constexpr uint32_t kWaitFailed = 2;
 
-// How often a wait looks at host memory, which takes a trip over PCIe.
-inline constexpr uint64_t kLookAtHostNs = 20'000;
-// The same where a thread of every block may wait: many such trips at once hold each other up.
-inline constexpr uint64_t kManyLookAtHostNs = 10'000'000;
+// Interval at which a wait polls host memory, which needs a round trip over PCIe.
+inline constexpr uint64_t kHostPollIntervalNs = 20'000;
+// The same if a thread of every block may wait: many concurrent round trips delay each other.
+inline constexpr uint64_t kAllBlocksHostPollIntervalNs = 10'000'000;
 
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t* address) {
   uint64_t value;
@@ -44,8 +44,8 @@ __device__ __forceinline__ void store_release(uint64_t* address, uint64_t value)
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// What this thread has seen or stored, and what others have before a barrier with it, comes before
-// what it stores from here on.
+// Orders this thread's earlier loads and stores, and those of other threads before a barrier with
+// it, before its later stores.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ void store_relaxed(uint32_t* address, uint32_t value) {
@@ -62,28 +62,28 @@ __device__ __forceinline__ uint64_t now_ns() {
   return value;
 }
 
-// Whether a wait has failed: what a rank would be told need not be true any more.
+// Returns true if a wait has failed: what a rank would signal may not be true any more.
 __device__ __forceinline__ bool has_failed(const WaitControl& control) {
-  return *static_cast<const volatile uint32_t*>(control.failed) != kFine;
+  return *static_cast<const volatile uint32_t*>(control.failed) != kNoWaitFailed;
 }
 
-// The same, or the host has stopped the waits. Looks at host memory: a trip over PCIe.
+// The same, or the host has stopped the waits. Reads host memory: a round trip over PCIe.
 __device__ __forceinline__ bool has_failed_or_stopped(const WaitControl& control) {
   return has_failed(control) ||
          *static_cast<const volatile uint32_t*>(&control.record->stopped) != 0;
 }
 
-// Puts `what` on record, with what was seen, if nothing is yet: from here on all waits fail.
-__device__ __forceinline__ void give_up(const WaitControl& control, const WaitRecord& what,
-                                        uint64_t seen) {
+// Records `what` and `seen`, if nothing is recorded yet. From then on all waits fail.
+__device__ __forceinline__ void record_failure(const WaitControl& control, const WaitRecord& what,
+                                               uint64_t seen) {
   const volatile uint32_t* failed = control.failed;
-  if (atomicCAS(control.failed, kFine, kWriting) != kFine) {
-    while (*failed == kWriting) __nanosleep(64);  // until the few words below are written
+  if (atomicCAS(control.failed, kNoWaitFailed, kRecordingFailure) != kNoWaitFailed) {
+    while (*failed == kRecordingFailure) __nanosleep(64);  // until the words below are written
     return;
   }
   volatile WaitRecord* record = control.record;
   record->kind = what.kind;
-  record->window = what.window;
+  record->memory_id = what.memory_id;
   record->peer = what.peer;
   record->expected = what.expected;
   record->seen = seen;
@@ -91,52 +91,54 @@ __device__ __forceinline__ void give_up(const WaitControl& control, const WaitRe
   record->timeout_ns = control.timeout_ns;
   __threadfence_system();
   record->expired = 1;
-  // The host must see that before it sees another wait end.
+  // The host must see the record before it sees another wait end.
   __threadfence_system();
-  atomicExch(control.failed, kFailed);
+  atomicExch(control.failed, kWaitFailed);
 }
 
-enum class WaitEnd { there, expired, failed };
+enum class WaitResult { ready, expired, failed };
 
-// Looks until `is_there(seen)`, where seen = load_acquire(address); until the time is over; or
-// until another wait has failed, or the host stops the waits.
-template <typename Word, typename IsThere>
-__device__ WaitEnd look_until(const WaitControl& control, const Word* address,
-                              const IsThere& is_there, uint64_t look_at_host_ns, Word& seen) {
+// Polls until `is_ready(seen)`, with seen = load_acquire(address); until the timeout; or until
+// another wait has failed, or the host stops the waits.
+template <typename Word, typename IsReady>
+__device__ WaitResult poll_until(const WaitControl& control, const Word* address,
+                                 const IsReady& is_ready, uint64_t host_poll_interval_ns,
+                                 Word& seen) {
   const volatile uint32_t* failed = control.failed;
   const volatile uint32_t* stopped = &control.record->stopped;
   seen = load_acquire(address);
-  if (is_there(seen)) return WaitEnd::there;
+  if (is_ready(seen)) return WaitResult::ready;
   const uint64_t begin = now_ns();
-  uint64_t look_at_host = begin + look_at_host_ns;
-  unsigned int nap = 32;
-  while (!is_there(seen)) {
-    if (*failed == kFailed) return WaitEnd::failed;
+  uint64_t next_host_poll_ns = begin + host_poll_interval_ns;
+  unsigned int sleep_ns = 32;
+  while (!is_ready(seen)) {
+    if (*failed == kWaitFailed) return WaitResult::failed;
     const uint64_t now = now_ns();
-    if (now >= look_at_host) {
+    if (now >= next_host_poll_ns) {
       if (*stopped != 0) {
-        atomicCAS(control.failed, kFine, kFailed);  // what comes behind must not be signalled
-        return WaitEnd::failed;
+        atomicCAS(control.failed, kNoWaitFailed,
+                  kWaitFailed);  // later signals must not be sent
+        return WaitResult::failed;
       }
-      look_at_host = now + look_at_host_ns;
+      next_host_poll_ns = now + host_poll_interval_ns;
     }
-    if (now - begin >= control.timeout_ns) return WaitEnd::expired;
-    __nanosleep(nap);
-    nap = min(nap * 2, 256U);
+    if (now - begin >= control.timeout_ns) return WaitResult::expired;
+    __nanosleep(sleep_ns);
+    sleep_ns = min(sleep_ns * 2, 256U);
     seen = load_acquire(address);
   }
-  return WaitEnd::there;
+  return WaitResult::ready;
 }
 
-// Waits until `is_there(seen)`. False if it gave up: expired (then `what` is on record: kind,
-// window, peer and expected), stopped, or another wait had failed.
-template <typename Word, typename IsThere>
-__device__ bool wait_until(const WaitControl& control, const Word* address, const IsThere& is_there,
+// Waits until `is_ready(seen)`. Returns false if it expired (then `what` is recorded: kind, window,
+// peer and expected), was stopped, or another wait had failed.
+template <typename Word, typename IsReady>
+__device__ bool wait_until(const WaitControl& control, const Word* address, const IsReady& is_ready,
                            const WaitRecord& what) {
   Word seen;
-  const WaitEnd end = look_until(control, address, is_there, kLookAtHostNs, seen);
-  if (end == WaitEnd::expired) give_up(control, what, seen);
-  return end == WaitEnd::there;
+  const WaitResult end = poll_until(control, address, is_ready, kHostPollIntervalNs, seen);
+  if (end == WaitResult::expired) record_failure(control, what, seen);
+  return end == WaitResult::ready;
 }
 
 }  // namespace torch_overlap::cuda

@@ -8,8 +8,8 @@ namespace {
 
 struct Config {
   static constexpr int kThreads = 512;
-  // Enough for the sizes that a kernel moves; more would take SMs from what runs beside it.
-  static constexpr int kMostBlocks = 32;
+  // Enough for the sizes that a kernel copies. More would take SMs from concurrent kernels.
+  static constexpr int kMaxBlocks = 32;
   static constexpr int kUnroll = 4;
 };
 
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     for (int k = 0; k < Config::kUnroll; ++k) to[i + k * stride] = values[k];
   }
   for (; i < count; i += stride) to[i] = from[i];
-  // Bytes behind the last whole vector: fewer than one has.
+  // Bytes after the last whole vector: fewer than one vector.
   if (blockIdx.x == 0 && threadIdx.x < tail) {
     reinterpret_cast<uint8_t*>(to + count)[threadIdx.x] =
         reinterpret_cast<const uint8_t*>(from + count)[threadIdx.x];
@@ -39,27 +39,27 @@ cudaError_t launch_put_of(void* to, const void* from, size_t bytes, cudaStream_t
   const size_t count = bytes / sizeof(Vector);
   constexpr size_t kPerBlock = static_cast<size_t>(Config::kThreads) * Config::kUnroll;
   const auto blocks = static_cast<unsigned int>(
-      std::clamp<size_t>((count + kPerBlock - 1) / kPerBlock, 1, Config::kMostBlocks));
+      std::clamp<size_t>((count + kPerBlock - 1) / kPerBlock, 1, Config::kMaxBlocks));
   put_kernel<Vector><<<blocks, Config::kThreads, 0, stream>>>(
       static_cast<Vector*>(to), static_cast<const Vector*>(from), count, bytes % sizeof(Vector));
   return cudaGetLastError();
 }
 
 __global__ void signal_kernel(uint64_t* count, WaitControl control) {
-  // The host's word too: the data may come from an operation that an abort has ended.
+  // Reads the host's word, too: the data may come from an operation that an abort has ended.
   if (has_failed_or_stopped(control)) return;
-  // The kernels and copies before this one on the stream have ended, and what they wrote is in the
-  // memory of the peer or on its way there: the fence orders it before the count.
+  // The kernels and copies before this one on the stream have ended, and their writes are in the
+  // memory of the peer or on the way there. The fence orders them before the count.
   __threadfence_system();
   add_release(count, 1);
 }
 
 __global__ void wait_kernel(WaitParams p) {
-  // Every wait takes another signal, also when two of them run at once, or one is replayed.
+  // Every wait consumes another signal, also if two of them run concurrently, or one is replayed.
   const uint64_t expected = atomicAdd(reinterpret_cast<unsigned long long*>(p.consumed), 1ULL) + 1;
   WaitRecord what{};
   what.kind = WaitKind::signal;
-  what.window = p.window;
+  what.memory_id = p.memory_id;
   what.peer = p.peer;
   what.expected = expected;
   wait_until(p.control, p.arrived, [expected](uint64_t seen) { return seen >= expected; }, what);

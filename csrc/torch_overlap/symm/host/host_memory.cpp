@@ -15,20 +15,21 @@
 namespace torch_overlap {
 namespace {
 
-// Anonymous memory behind a descriptor (memfd): it has no name in any file system, so it is gone
-// when the last process that maps it is, however that one ends; and the size of /dev/shm, which is
-// 64 MiB in many containers, does not limit it, as it would POSIX shared memory.
+// Anonymous memory with a descriptor (memfd). It has no name in any file system, so it is freed
+// when the last process that maps it ends, however that process ends. The size of /dev/shm, 64 MiB
+// in many containers, does not limit it, as it would limit POSIX shared memory.
 class HostAllocation {
  public:
   explicit HostAllocation(uint64_t bytes)
       : bytes_(bytes), descriptor_(memfd_create("torch_overlap", MFD_CLOEXEC)) {
     check(static_cast<bool>(descriptor_), "a descriptor");
-    // More than there is would not fail below: it would end processes of this machine.
+    // More than the machine has would not fail below: it would end processes of this machine.
     const auto most = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
                       static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
     TORCH_OVERLAP_CHECK(bytes <= most, kRuntime, "symmetric_empty: expected at most the ", most,
                         " bytes of memory of this machine, got ", bytes);
-    // Now, so that too little memory is an error here and not a signal at the first write.
+    // Allocates now, so that insufficient memory is an error here and not a signal at the first
+    // write.
     int result = 0;
     do {
       result = posix_fallocate(descriptor_.get(), 0, static_cast<off_t>(bytes));
@@ -68,17 +69,17 @@ class HostAllocation {
   void* pointer_ = nullptr;
 };
 
-// All that live, by address: how a tensor finds the allocation that it lies in.
+// All live allocations by address, to find the allocation that contains a tensor.
 struct Allocations {
   ForkSafeMutex mutex;
   std::map<const std::byte*, std::weak_ptr<HostAllocation>> by_address;
 };
 
-Allocations& allocations() { return ProcessWide<Allocations>::get(); }
+Allocations& allocations() { return LeakySingleton<Allocations>::get(); }
 
 std::shared_ptr<HostAllocation> make_allocation(uint64_t bytes) {
   std::shared_ptr<HostAllocation> made(new HostAllocation(bytes), [](HostAllocation* dead) {
-    const std::unique_ptr<HostAllocation> owner(dead);  // unmapped when nobody can find it any more
+    const std::unique_ptr<HostAllocation> owner(dead);  // unmapped once it cannot be found any more
     const std::lock_guard lock(allocations().mutex);
     allocations().by_address.erase(dead->begin());
   });
@@ -114,16 +115,16 @@ class HostAllocator final : public SymmetricAllocator {
       shared.descriptor = allocation->duplicate();
       shared.allocation_bytes = allocation->bytes();
       shared.offset = static_cast<uint64_t>(begin - allocation->begin());
-      shared.keeper = allocation;
+      shared.keep_alive = allocation;
     } else {
-      shared.only_here =
+      shared.not_exportable_reason =
           "private to its process; make the tensor with torch_overlap.symmetric_empty";
-      shared.keeper = std::make_shared<at::Tensor>(tensor);
+      shared.keep_alive = std::make_shared<at::Tensor>(tensor);
     }
     return shared;
   }
 
-  bool shares_pointers() const override { return true; }
+  bool has_shared_address_space() const override { return true; }
 
   Mapping map(c10::Device, const Descriptor& descriptor, uint64_t allocation_bytes,
               uint64_t offset) override {

@@ -7,14 +7,14 @@
 
 namespace torch_overlap::testing {
 
-// NCCL functions that only write down what they are asked for, and fail on demand. One log a
-// process: tests call reset() first.
+// NCCL functions that only log their calls, and fail on demand. There is one log per process: tests
+// call reset() first.
 struct FakeNccl {
   std::vector<std::string> log;
-  std::vector<const void*> sent;  // what the n-th send reads, and the n-th receive writes
+  std::vector<const void*> sent;  // buffer that the n-th send reads, and the n-th receive writes
   std::vector<void*> received;
-  int depth = 0;     // of open groups
-  int fail_at = -1;  // the number of the call that fails; -1: none
+  int depth = 0;     // nesting depth of open groups
+  int fail_at = -1;  // number of the call that fails; -1: none
   ncclResult_t failure = ncclInternalError;
   int version = NCCL_VERSION_CODE;
 

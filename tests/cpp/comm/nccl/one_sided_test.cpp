@@ -23,7 +23,7 @@ class OneSidedSupport : public ::testing::Test {
     };
     api_.put_signal = [](const void*, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int,
                          unsigned int, ncclComm_t, cudaStream_t) { return ncclSuccess; };
-    api_.may_nvls = true;
+    api_.is_nvls_enabled = true;
   }
   void TearDown() override {
     unsetenv("NCCL_NVLS_ENABLE");
@@ -53,24 +53,24 @@ TEST_F(OneSidedSupport, MakesNoMulticastObjects) {
   EXPECT_FALSE(support.can);
   EXPECT_NE(support.why.find("NCCL_NVLS_ENABLE=0"), std::string::npos) << support.why;
   EXPECT_NE(support.why.find("before the first communicator"), std::string::npos) << support.why;
-  api_.may_nvls = false;
+  api_.is_nvls_enabled = false;
   EXPECT_TRUE(OneSided::support(api_, 3).can);
 }
 
 TEST_F(OneSidedSupport, TakesTheEnvironmentWhenNcclDoes) {
   unsetenv("NCCL_NVLS_ENABLE");
-  EXPECT_TRUE(NcclApi().may_nvls);
+  EXPECT_TRUE(NcclApi().is_nvls_enabled);
   setenv("NCCL_NVLS_ENABLE", "1", 1);
   const NcclApi before;
-  EXPECT_TRUE(before.may_nvls);
+  EXPECT_TRUE(before.is_nvls_enabled);
   setenv("NCCL_NVLS_ENABLE", "0", 1);
-  EXPECT_FALSE(NcclApi().may_nvls);
-  EXPECT_TRUE(before.may_nvls);
+  EXPECT_FALSE(NcclApi().is_nvls_enabled);
+  EXPECT_TRUE(before.is_nvls_enabled);
 
   unsetenv("NCCL_GRAPH_REGISTER");
-  EXPECT_TRUE(NcclApi().maps_in_captures);
+  EXPECT_TRUE(NcclApi().is_graph_register_enabled);
   setenv("NCCL_GRAPH_REGISTER", "0", 1);
-  EXPECT_FALSE(NcclApi().maps_in_captures);
+  EXPECT_FALSE(NcclApi().is_graph_register_enabled);
 }
 
 TEST(NcclErrors, SayWhetherNcclRefusesOrBroke) {
@@ -105,7 +105,7 @@ TEST(RemotePieces, OfOtherMemoryAreStagedEachByteOnceInOrder) {
     const size_t bytes = random() % 1000;
     const size_t staging = 1 + random() % 300;
     const size_t offset = random() % 5000;
-    // Before, across the begin, across the end, or behind.
+    // Before the memory, across its beginning, across its end, or after it.
     const std::byte* const starts[] = {begin - bytes, begin - 1, begin + kKnown - bytes / 2,
                                        begin + kKnown + 1};
     const std::byte* const from = starts[round % 4];

@@ -15,7 +15,7 @@ namespace {
 using testing::FakeNccl;
 using Log = std::vector<std::string>;
 
-// Rank 1 of 3, on CPU tensors: what NCCL is asked for depends on sizes and dtypes alone.
+// Rank 1 of 3, on CPU tensors: the calls of NCCL depend only on sizes and dtypes.
 class NcclPrimitivesTest : public ::testing::Test {
  protected:
   void SetUp() override { FakeNccl::reset(); }
@@ -24,9 +24,9 @@ class NcclPrimitivesTest : public ::testing::Test {
   static at::Tensor zeros(int64_t count, at::ScalarType dtype = at::kFloat) {
     return at::zeros({count}, dtype);
   }
-  // Parts that do not lie one behind the other.
-  static Blocks apart(std::vector<int64_t> counts) {
-    Blocks blocks;
+  // Returns parts that are not contiguous with each other.
+  static RankTensors apart(std::vector<int64_t> counts) {
+    RankTensors blocks;
     for (const auto count : counts) blocks.parts.push_back(zeros(count));
     return blocks;
   }
@@ -111,19 +111,19 @@ TEST_F(NcclPrimitivesTest, AFailureInsideAGroupClosesIt) {
 }
 
 TEST_F(NcclPrimitivesTest, AnOperationHasBegunOnceNcclTookACallOrAWholeGroup) {
-  const Blocks parts{zeros(6), {}};
+  const RankTensors parts{zeros(6), {}};
   const int calls = 8;  // start, three sends and receives, end
   for (int fail_at = 0; fail_at < calls; ++fail_at) {
     FakeNccl::reset();
     FakeNccl::instance().fail_at = fail_at;
     NcclPrimitives fresh{api_, nullptr, 1, 3, nullptr, nullptr};
     EXPECT_THROW(fresh.all_to_all(parts, parts), NcclError) << fail_at;
-    EXPECT_FALSE(fresh.has_begun()) << fail_at;
+    EXPECT_FALSE(fresh.has_launched()) << fail_at;
   }
   FakeNccl::reset();
-  EXPECT_FALSE(nccl_.has_begun());
+  EXPECT_FALSE(nccl_.has_launched());
   nccl_.all_to_all(parts, parts);
-  EXPECT_TRUE(nccl_.has_begun());
+  EXPECT_TRUE(nccl_.has_launched());
 }
 
 TEST_F(NcclPrimitivesTest, AComposedOperationThatFailsInItsSecondStepHasBegun) {
@@ -133,12 +133,12 @@ TEST_F(NcclPrimitivesTest, AComposedOperationThatFailsInItsSecondStepHasBegun) {
   EXPECT_THROW(nccl_.all_reduce(large, RedOpType::BXOR), NcclError);
   EXPECT_EQ(log()[7], "end");
   EXPECT_EQ(log().size(), 9);
-  EXPECT_TRUE(nccl_.has_begun());
+  EXPECT_TRUE(nccl_.has_launched());
   FakeNccl::reset();
   FakeNccl::instance().fail_at = 0;
   NcclPrimitives fresh{api_, nullptr, 1, 3, nullptr, nullptr};
   EXPECT_THROW(fresh.all_reduce(large, RedOpType::BXOR), NcclError);
-  EXPECT_FALSE(fresh.has_begun());
+  EXPECT_FALSE(fresh.has_launched());
 }
 
 TEST_F(NcclPrimitivesTest, ARefusedArgumentIsNotFatalAndAnInternalErrorIs) {
@@ -193,7 +193,7 @@ TEST_F(NcclPrimitivesTest, WhatNcclLacksIsComposedOfDataMovement) {
 }
 
 // NCCL may map some memory into the peer. Each message is 8 bytes, and the n-th receive of a group
-// gets what its n-th send has.
+// gets the data of its n-th send.
 class NcclPrimitivesMappingTest : public NcclPrimitivesTest {
  protected:
   void SetUp() override {

@@ -10,19 +10,19 @@
 namespace torch_overlap::cuda {
 namespace {
 
+using sm90::ElementType;
 using sm90::KernelKey;
 using sm90::OperandType;
-using sm90::VectorType;
 
 constexpr int kSms = 132;
 constexpr KernelKey kBf16{
-    OperandType::bf16, OperandType::bf16, VectorType::bf16, /*rhs_along_k=*/true, 0, 0};
+    OperandType::bf16, OperandType::bf16, ElementType::bf16, /*is_rhs_k_major=*/true, 0, 0};
 constexpr KernelKey kE4m3{
-    OperandType::e4m3, OperandType::e4m3, VectorType::bf16, /*rhs_along_k=*/true, 0, 0};
+    OperandType::e4m3, OperandType::e4m3, ElementType::bf16, /*is_rhs_k_major=*/true, 0, 0};
 
 using Tile = std::pair<int, int>;
 
-// senders: blocks of the kernel that send; 0: copies bring the rows.
+// senders: number of blocks of the kernel that send; 0: copies bring the rows.
 Tile tile_of(const KernelKey& key, int size, int64_t m, int64_t n, int64_t k, int senders = 0) {
   std::vector<int> order;
   for (int step = 0; step < size; ++step) order.push_back((1 + step) % size);
@@ -40,9 +40,9 @@ TEST(FusedGatherTile, TakesTheLeastTime) {
       {2, 2048, 7168, 4096, {128, 224}},  // 2 x 64 tiles of 2 x 128 rows in 2 x 66: no wave of both
       {4, 2048, 3584, 4096, {128, 224}},  // 128 in two waves; 152 of 192 columns would be three
       {4, 8192, 2560, 8192, {128, 256}},  // 320 in five waves; 448 of 192 columns in seven
-      {2, 2048, 2048, 4096, {128, 128}},  // one wave of own tiles while the others come
+      {2, 2048, 2048, 4096, {128, 128}},  // one wave of own tiles while the others arrive
       {4, 2048, 1024, 4096, {128, 128}},  // a tile for every SM
-      {4, 8192, 14336, 8192, {128, 192}},  // many: the one with the least for an output
+      {4, 8192, 14336, 8192, {128, 192}},  // many tiles: the shape with the least time per output
       {2, 1000, 7112, 264, {128, 224}},   {4, 2000, 7112, 264, {128, 224}},
       {2, 1, 8, 8, {128, 128}},
   };
@@ -52,7 +52,7 @@ TEST(FusedGatherTile, TakesTheLeastTime) {
   }
 }
 
-// What comes slice by slice is computed as it comes.
+// Chunks that arrive slice by slice are computed as they arrive.
 TEST(FusedGatherTile, TakesTheLeastTimeWhereBlocksSend) {
   constexpr int kSenders = 8;
   const struct {
@@ -64,13 +64,13 @@ TEST(FusedGatherTile, TakesTheLeastTimeWhereBlocksSend) {
        2048,
        1024,
        4096,
-       {128, 128}},  // those of others' rows have a block each, own ones are first
+       {128, 128}},  // own tiles are first; each tile of other ranks' rows has a block
       {4,
        2048,
        3584,
        4096,
-       {128, 192}},  // of 256 columns, some are second behind a first that waits
-      {4, 2048, 1344, 4096, {128, 192}},  // a tile for every block, and smaller ones end sooner
+       {128, 192}},  // with 256 columns, some are second after a first that waits
+      {4, 2048, 1344, 4096, {128, 192}},  // a tile for every block; smaller ones end sooner
   };
   for (const auto& [size, m, n, k, tile] : cases) {
     SCOPED_TRACE(::testing::Message() << size << " ranks, " << m << " x " << n << " x " << k);
@@ -78,7 +78,7 @@ TEST(FusedGatherTile, TakesTheLeastTimeWhereBlocksSend) {
   }
 }
 
-// Half the bytes come in half the time, and half the stages take half the time.
+// Half of the bytes arrive in half of the time, and half of the stages need half of the time.
 TEST(FusedGatherTile, IsTheSameForEightBits) {
   for (const int size : {2, 4}) {
     EXPECT_EQ(tile_of(kE4m3, size, 2048, 14336 / size, 4096), Tile(128, 224));
@@ -90,11 +90,12 @@ TEST(FusedGatherTile, EveryOneIsThereForAllTypes) {
   using enum OperandType;
   const struct {
     OperandType lhs, rhs;
-    bool along_k;
+    bool is_k_major;
   } operands[] = {{bf16, bf16, true}, {bf16, bf16, false}, {f16, f16, true},  {f16, f16, false},
                   {e4m3, e4m3, true}, {e4m3, e5m2, true},  {e5m2, e4m3, true}};
-  for (const auto& [lhs, rhs, along_k] : operands) {
-    const KernelKey key{lhs, rhs, lhs == f16 ? VectorType::f16 : VectorType::bf16, along_k, 0, 0};
+  for (const auto& [lhs, rhs, is_k_major] : operands) {
+    const KernelKey key{lhs,        rhs, lhs == f16 ? ElementType::f16 : ElementType::bf16,
+                        is_k_major, 0,   0};
     EXPECT_EQ(tile_of(key, 4, 2048, 3584, 4096), Tile(128, 224));
     EXPECT_EQ(tile_of(key, 4, 8192, 14336, 8192), Tile(128, 192));
     EXPECT_EQ(tile_of(key, 4, 2048, 1024, 4096), Tile(128, 128));
@@ -126,7 +127,7 @@ TEST(FusedScatterPieces, ArePlannedByWhatLinksTakeBesideTheProducts) {
       {bf16, 2, 8192, 8192, 4096, 0}, {bf16, 2, 8192, 8192, 2048, 2},
       {bf16, 2, 8192, 4096, 7168, 0}, {bf16, 4, 8192, 8192, 2048, 2},
       {bf16, 4, 8192, 8192, 7168, 0}, {e4m3, 2, 8192, 8192, 4096, 2},
-      {e4m3, 2, 8192, 4096, 7168, 0}, {e4m3, 2, 2048, 4096, 2048, 0},  // as quick by the kernel
+      {e4m3, 2, 8192, 4096, 7168, 0}, {e4m3, 2, 2048, 4096, 2048, 0},  // equally fast with it
       {bf16, 2, 4094, 4096, 64, 0},   {bf16, 2, 4096, 4096, 64, 2},
       {bf16, 4, 2048, 5462, 64, 1},   {bf16, 4, 2048, 5461, 64, 0},
       {bf16, 1, 8192, 8192, 64, 0},   {bf16, 2, 2, 10'000'000, 64, 2},
@@ -134,17 +135,17 @@ TEST(FusedScatterPieces, ArePlannedByWhatLinksTakeBesideTheProducts) {
   for (const auto& [dtype, size, rows, n, k, pieces] : cases) {
     SCOPED_TRACE(::testing::Message() << size << " ranks, " << rows << " x " << n << " x " << k);
     const auto problem = scatter_of(dtype, size, rows, n, k);
-    EXPECT_EQ(scatter_pieces(problem, 4, kSms), pieces);
-    EXPECT_EQ(scatter_pieces(problem, 1, kSms), std::min(pieces, 1));
+    EXPECT_EQ(num_scatter_pieces(problem, 4, kSms), pieces);
+    EXPECT_EQ(num_scatter_pieces(problem, 1, kSms), std::min(pieces, 1));
   }
 }
 
-// By what all ranks know alike.
+// The choice depends only on values that are equal on all ranks.
 TEST(FusedScatterPieces, DoNotDependOnKWhereRanksMayDifferInIt) {
   for (const int64_t k : {64, 2688, 28672}) {
     auto problem = scatter_of(at::kBFloat16, 2, 8192, 8192, k);
     problem.ranks_share_k = false;
-    EXPECT_EQ(scatter_pieces(problem, 4, kSms), 2) << k;
+    EXPECT_EQ(num_scatter_pieces(problem, 4, kSms), 2) << k;
   }
 }
 

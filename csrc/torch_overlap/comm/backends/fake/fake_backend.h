@@ -8,21 +8,22 @@
 
 namespace torch_overlap {
 
-// A communicator of any size without peers, for tracing, planning and tests of what only issues
-// operations. Every operation is done when it returns, with the results that it would have if every
-// rank passed the same tensors as this one:
+// A communicator of any size without peers, for tracing, planning, and tests that only issue
+// operations. Every operation is complete when it returns. The results are those of a group in
+// which every rank passes the same tensors as this one:
 //
 //   all_reduce, reduce   SUM: n x; AVG, MIN, MAX, BAND, BOR: x; PRODUCT: x^n; BXOR: x or 0;
 //                        PREMUL_SUM: n f x
-//   all_gather, gather   every part is the input
+//   all_gather, gather   every part is the input; a part of another size is zeros
 //   reduce_scatter       the reduction of n times this rank's part
 //   all_to_all           every part is this rank's own
-//   broadcast, barrier   nothing changes
-//   scatter, recv        away from the root there is nothing to take: zeros
-//   put                  to another rank vanishes
-//   signal, wait_signal  nothing happens
+//   broadcast, barrier   no-op
+//   scatter              zeros, except at the root
+//   recv                 zeros, except from this rank
+//   put                  no-op, except to this rank
+//   signal, wait_signal  no-op
 //
-// abort() and finalize() only end it; nothing can time out.
+// After abort(), launches fail; finalize() is a no-op. Nothing can time out.
 class FakeBackend final : public Backend {
  public:
   explicit FakeBackend(const BackendContext& context);
@@ -30,9 +31,9 @@ class FakeBackend final : public Backend {
   std::string version() const override { return "1"; }
   WorkPtr launch(Call call) override;
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
-  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet,
+  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& rendezvous,
                                    Milliseconds /*timeout*/) override {
-    return std::make_shared<FakeBackend>(meet().context);
+    return std::make_shared<FakeBackend>(rendezvous().context);
   }
   void finalize() override {}
   void abort() override { aborted_.store(true); }

@@ -8,18 +8,18 @@
 namespace torch_overlap {
 namespace {
 
-// A part may have another shape than what it takes: only the elements count.
+// Copies the elements of `from`. The shapes may differ, the numbers of elements may not.
 void copy_elements(const at::Tensor& to, const at::Tensor& from) {
   to.view({-1}).copy_(from.reshape({-1}));
 }
 
 void fill_zero(const at::Tensor& tensor) {
-  // Bytes: there are dtypes that cannot be filled.
+  // Filled as bytes: some dtypes cannot be filled.
   if (tensor.numel() > 0) tensor.view({-1}).view(at::kByte).zero_();
 }
 
-// x + x + ... (or another op), n times. By doubling: combining two equal halves gives the double,
-// so a world of thousands costs a dozen reductions.
+// Reduces `n` copies of `one` into `out`. Each step reduces two equal halves, so the number of
+// reductions grows with the logarithm of n.
 void repeat(const at::Tensor& out, const at::Tensor& one, RedOpType op, int64_t n) {
   at::Tensor result;
   at::Tensor power = one.clone();
@@ -36,7 +36,7 @@ void repeat(const at::Tensor& out, const at::Tensor& one, RedOpType op, int64_t 
   out.copy_(result);
 }
 
-// In fp32 for 8- and 16-bit floats, so that the doubling does not round many times.
+// Computes in fp32 for 8- and 16-bit floats, so that the steps of repeat() do not round each time.
 void reduce_equal(const at::Tensor& tensor, const ReduceOp& op, int64_t n) {
   const at::Tensor flat = tensor.view({-1});
   switch (op.type()) {
@@ -89,11 +89,11 @@ void FakePrimitives::reduce(const at::Tensor& tensor, const ReduceOp& op, int ro
   if (rank() == root) reduce_equal(tensor, op, size());
 }
 
-void FakePrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
-  const at::Tensor own = tensor.clone();  // it may be one of the parts
+void FakePrimitives::all_gather(const RankTensors& out, const at::Tensor& tensor) {
+  const at::Tensor own = tensor.clone();  // the input may be one of the parts
   for (int r = 0; r < size(); ++r) {
     const at::Tensor part = out.part(r, size());
-    // Sizes may differ by rank: what fits is copied, over and over.
+    // Sizes may differ by rank: a part of another size has no known data.
     if (part.numel() == own.numel()) {
       copy_elements(part, own);
     } else {
@@ -102,17 +102,17 @@ void FakePrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
   }
 }
 
-void FakePrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
+void FakePrimitives::reduce_scatter(const at::Tensor& tensor, const RankTensors& in,
                                     const ReduceOp& op) {
   copy_elements(tensor, in.part(rank(), size()));
   reduce_equal(tensor, op, size());
 }
 
-void FakePrimitives::all_to_all(const Blocks& out, const Blocks& in) {
+void FakePrimitives::all_to_all(const RankTensors& out, const RankTensors& in) {
   all_gather(out, in.part(rank(), size()));
 }
 
-void FakePrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int root) {
+void FakePrimitives::scatter(const at::Tensor& tensor, const RankTensors& in, int root) {
   if (rank() == root) {
     copy_elements(tensor, in.part(root, size()));
   } else {
@@ -120,7 +120,7 @@ void FakePrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int roo
   }
 }
 
-void FakePrimitives::gather(const Blocks& out, const at::Tensor& tensor, int root) {
+void FakePrimitives::gather(const RankTensors& out, const at::Tensor& tensor, int root) {
   if (rank() == root) all_gather(out, tensor);
 }
 

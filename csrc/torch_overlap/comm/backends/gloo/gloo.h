@@ -13,21 +13,22 @@
 
 namespace torch_overlap {
 
-// What a gloo process group is made from.
+// Arguments of a gloo process group.
 struct GlooRequest {
-  c10::intrusive_ptr<c10d::Store> store;  // of this communicator alone
+  c10::intrusive_ptr<c10d::Store> store;  // used by this communicator only
   int rank = 0;
   int size = 1;
   Milliseconds timeout{0};
-  // Where to listen: a host name or address, or a network interface; at most one is set. From the
-  // hints `hostname` and `interface`, else TORCHCOMM_GLOO_HOSTNAME and TORCHCOMM_GLOO_INTERFACE.
+  // Listening address: a host name or address, or a network interface; at most one is set. Taken
+  // from the hints `hostname` and `interface`, otherwise from TORCHCOMM_GLOO_HOSTNAME and
+  // TORCHCOMM_GLOO_INTERFACE.
   std::optional<std::string> hostname;
   std::optional<std::string> interface;
 };
 
-// Makes torch's ProcessGroupGloo, which the wheel ships without its headers: so Python does it when
-// the package is imported. Collective; called with no lock held, on the thread that makes the
-// communicator. Setting it again replaces it. Threads: any.
+// Creates torch's ProcessGroupGloo. The wheel ships it without its headers, so the Python package
+// sets this factory when it is imported. Collective. The factory is called on a background thread
+// with no lock held. Setting it again replaces it. Thread-safe.
 using GlooFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const GlooRequest&)>;
 TORCH_OVERLAP_API void set_gloo_factory(GlooFactory factory);
 

@@ -10,34 +10,34 @@
 namespace torch_overlap {
 namespace {
 
-// Every bit of the result depends on every bit of `bits` (the finalizer of SplitMix64).
-uint64_t mixed(uint64_t bits) {
+// Mixes `bits`: every bit of the result depends on every bit of it (the finalizer of SplitMix64).
+uint64_t mix_bits(uint64_t bits) {
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9ULL;
   bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebULL;
   return bits ^ (bits >> 31);
 }
 
-// The 31 bits that halves of a message must share to meet.
+// Returns the 31-bit tag that both halves of a message must share to match.
 //
 //   collective            1 | hash of size and primitive, 30 bits
 //   p2p, tag < 2^16      0 0 | tag, 16 bits | hash of the size, 13 bits
 //   p2p, larger tag      0 1 | hash of tag and size, 29 bits
 //
-// The size is among them because gloo ends the process when a message is larger than the buffer it
-// meets. Tags below 2^16 never meet each other, whatever the sizes.
+// The tag contains the size because gloo ends the process if a message is larger than the buffer
+// that it matches. Messages with different tags below 2^16 never match, whatever their sizes.
 int tag_of(const Message& message) {
   constexpr int kTagBits = 16;
   const uint64_t bytes = message.bytes.size();
   const auto low = [](uint64_t bits, int count) { return bits & ((uint64_t{1} << count) - 1); };
   if (message.channel == Channel::collective) {
-    const uint64_t shape = mixed(mixed(bytes) + static_cast<uint64_t>(message.primitive));
+    const uint64_t shape = mix_bits(mix_bits(bytes) + static_cast<uint64_t>(message.primitive));
     return static_cast<int>(uint64_t{1} << 30 | low(shape, 30));
   }
   const auto tag = static_cast<uint64_t>(message.tag);
   if (tag >> kTagBits != 0) {
-    return static_cast<int>(uint64_t{1} << 29 | low(mixed(mixed(bytes) + tag), 29));
+    return static_cast<int>(uint64_t{1} << 29 | low(mix_bits(mix_bits(bytes) + tag), 29));
   }
-  return static_cast<int>(tag << 13 | low(mixed(bytes), 13));
+  return static_cast<int>(tag << 13 | low(mix_bits(bytes), 13));
 }
 
 std::string peer_name(int peer) {
@@ -60,7 +60,7 @@ class GlooTransport::Posted final : public Transfer {
     const auto left = std::chrono::ceil<Milliseconds>(deadline - HostClock::now());
     bool ended = false;
     try {
-      // At least 1: gloo takes 0 for no limit.
+      // At least 1: gloo treats 0 as no limit.
       ended = work_->wait(std::max(left, Milliseconds(1)));
     } catch (const std::exception& error) {
       throw_if_stopped();
@@ -73,7 +73,7 @@ class GlooTransport::Posted final : public Transfer {
     fail(ErrorKind::kRuntime, peer_name(peer_), ": the transfer was aborted");
   }
 
-  // gloo does not say.
+  // gloo does not report it.
   bool is_missing() const override { return false; }
   int peer() const override { return peer_ == kAnySource ? work_->sourceRank() : peer_; }
 
@@ -93,7 +93,7 @@ class GlooTransport::Posted final : public Transfer {
 GlooTransport::GlooTransport(c10::intrusive_ptr<c10d::Backend> group) : group_(std::move(group)) {}
 GlooTransport::~GlooTransport() = default;
 
-// gloo counts none: torch's is the one that it comes with.
+// gloo has no version of its own; torch's identifies the gloo that it ships.
 std::string GlooTransport::version() const { return "torch " TORCH_VERSION; }
 
 std::unique_ptr<Transfer> GlooTransport::send(const Message& message) {
@@ -125,17 +125,17 @@ std::unique_ptr<Transfer> GlooTransport::post(const Message& message, bool is_se
   }
   std::lock_guard lock(mutex_);
   posted_.insert(posted.get());
-  if (!stopped_.empty()) posted->abort();  // stop() came in between
+  if (!stopped_.empty()) posted->abort();  // stop() ran in between
   return posted;
 }
 
-void GlooTransport::stop(const std::string& reason, bool tell_peers) {
-  // Closing the sockets is how peers learn. The last thread that still uses the group does it.
+void GlooTransport::stop(const std::string& reason, bool notify_peers) {
+  // Peers learn of it from the closed sockets. The last thread that uses the group closes them.
   c10::intrusive_ptr<c10d::Backend> closed;
   std::lock_guard lock(mutex_);
   if (stopped_.empty()) stopped_ = reason;
   for (Posted* posted : posted_) posted->abort();
-  if (tell_peers) closed = std::move(group_);
+  if (notify_peers) closed = std::move(group_);
 }
 
 }  // namespace torch_overlap

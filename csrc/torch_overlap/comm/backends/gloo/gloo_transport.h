@@ -11,12 +11,12 @@
 
 namespace torch_overlap {
 
-// Bytes over the sockets of torch's ProcessGroupGloo: its send and recv only, which post at once
-// without a thread, can be waited for with a deadline each, and can be aborted. Its collectives can
-// do neither, and need the same order on all ranks even after a timeout.
+// Moves bytes over the sockets of torch's ProcessGroupGloo. Only its send and recv are used: they
+// post at once without a thread, each can be waited for with a deadline, and they can be aborted.
+// Its collectives can do neither, and need the same order on all ranks even after a timeout.
 //
-// gloo ends the process when a message is larger than the buffer it meets. The size and kind of a
-// message are therefore in its tag: halves that do not fit do not meet, and time out.
+// gloo ends the process if a message is larger than the buffer that it matches. A message's tag
+// therefore contains its size and kind: halves that do not fit do not match, and time out.
 class GlooTransport final : public HostTransport {
  public:
   explicit GlooTransport(c10::intrusive_ptr<c10d::Backend> group);
@@ -26,14 +26,14 @@ class GlooTransport final : public HostTransport {
   std::unique_ptr<Transfer> send(const Message& message) override;
   std::unique_ptr<Transfer> recv(const Message& message) override;
   bool hides_mismatches() const override { return true; }
-  void stop(const std::string& reason, bool tell_peers) override;
+  void stop(const std::string& reason, bool notify_peers) override;
 
  private:
   class Posted;
   std::unique_ptr<Transfer> post(const Message& message, bool is_send);
 
   std::mutex mutex_;
-  c10::intrusive_ptr<c10d::Backend> group_;  // null once the peers were told
+  c10::intrusive_ptr<c10d::Backend> group_;  // null once the peers were notified
   std::string stopped_;
   std::set<Posted*> posted_;
 };

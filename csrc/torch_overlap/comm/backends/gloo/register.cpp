@@ -20,7 +20,7 @@ struct Holder {
   GlooFactory factory;
 };
 
-Holder& holder() { return ProcessWide<Holder>::get(); }
+Holder& holder() { return LeakySingleton<Holder>::get(); }
 
 GlooFactory require_factory() {
   std::lock_guard lock(holder().mutex);
@@ -39,37 +39,37 @@ std::optional<std::string> take(Hints& hints, const char* key) {
   return value;
 }
 
-// Where to listen: at most one of them is set.
-struct Place {
+// Listening address: at most one is set.
+struct ListenAddress {
   std::optional<std::string> hostname;
   std::optional<std::string> interface;
 };
 
-// A hint of either kind wins over the environment's.
-Place find_place(Hints hints) {
-  Place place{.hostname = take(hints, "hostname"), .interface = take(hints, "interface")};
+// Returns the address from the hints if either is set, otherwise the environment's.
+ListenAddress find_listen_address(Hints hints) {
+  ListenAddress address{.hostname = take(hints, "hostname"), .interface = take(hints, "interface")};
   warn_unknown_hints(hints, "gloo", {"hostname", "interface"});
-  if (!place.hostname && !place.interface) {
+  if (!address.hostname && !address.interface) {
     const Env env = Env::read();
-    place = {.hostname = env.gloo_hostname(), .interface = env.gloo_interface()};
+    address = {.hostname = env.gloo_hostname(), .interface = env.gloo_interface()};
   }
-  TORCH_OVERLAP_CHECK(!place.hostname || !place.interface, kValue,
+  TORCH_OVERLAP_CHECK(!address.hostname || !address.interface, kValue,
                       "gloo: expected a hostname or an interface to listen on, got both ('",
-                      *place.hostname, "' and '", *place.interface, "')");
-  return place;
+                      *address.hostname, "' and '", *address.interface, "')");
+  return address;
 }
 
 GlooRequest make_request(const BackendContext& context) {
-  Place place = find_place(context.options.hints);
+  ListenAddress address = find_listen_address(context.options.hints);
   return {.store = context.store,
           .rank = context.rank,
           .size = context.size,
           .timeout = context.options.timeout,
-          .hostname = std::move(place.hostname),
-          .interface = std::move(place.interface)};
+          .hostname = std::move(address.hostname),
+          .interface = std::move(address.interface)};
 }
 
-// gloo's own timeout is one of each attempt to reach each rank.
+// Bounds all connections together: gloo applies its own timeout to each attempt to reach each rank.
 c10::intrusive_ptr<c10d::Backend> connect(const BackendContext& context) {
   const auto group = std::make_shared<c10::intrusive_ptr<c10d::Backend>>();
   const auto make = [group, factory = require_factory(), request = make_request(context)] {
@@ -87,8 +87,8 @@ std::shared_ptr<Backend> make_gloo_backend(const BackendContext& context) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + context.options.timeout;
   auto group = connect(context);
-  // A rank that is done with it closes its connections, also those that a slower rank is still
-  // making: nobody goes on before all are connected.
+  // A rank that has finished closes its connections, including those that a slower rank is still
+  // establishing. No rank continues before all are connected.
   const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());
   exchange(*context.store, "gloo connections", context.rank, context.size, "",
            std::max(left, Milliseconds(1)));
@@ -98,12 +98,12 @@ std::shared_ptr<Backend> make_gloo_backend(const BackendContext& context) {
 
 const BackendRegistration gloo_registration("gloo", {.make = make_gloo_backend,
                                                      .devices = {c10::kCPU, c10::kCUDA},
-                                                     .check_hints = find_place});
+                                                     .check_hints = find_listen_address});
 
 }  // namespace
 
 void set_gloo_factory(GlooFactory factory) {
-  GlooFactory old;  // dies outside the lock
+  GlooFactory old;  // destroyed without the lock
   std::lock_guard lock(holder().mutex);
   old = std::exchange(holder().factory, std::move(factory));
 }

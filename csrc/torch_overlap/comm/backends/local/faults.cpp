@@ -9,17 +9,18 @@ namespace {
 
 using Kind = Faults::Fault::Kind;
 
-struct Form {
+struct FaultHint {
   const char* key;
   Kind kind;
   const char* grammar;
 };
 
-constexpr std::array<Form, 3> kForms{{{"local::delay", Kind::kDelay, "rank@operation:milliseconds"},
-                                      {"local::fail", Kind::kFail, "rank@operation"},
-                                      {"local::drop", Kind::kDrop, "rank@operation"}}};
+constexpr std::array<FaultHint, 3> kFaultHints{
+    {{"local::delay", Kind::kDelay, "rank@operation:milliseconds"},
+     {"local::fail", Kind::kFail, "rank@operation"},
+     {"local::drop", Kind::kDrop, "rank@operation"}}};
 
-Faults::Fault parse(const Form& form, const std::string& text) {
+Faults::Fault parse(const FaultHint& form, const std::string& text) {
   const auto at = text.find('@');
   const auto colon = text.find(':');
   const bool has_delay = colon != std::string::npos;
@@ -38,7 +39,7 @@ Faults::Fault parse(const Form& form, const std::string& text) {
 
 Faults Faults::take(Hints& hints) {
   Faults out;
-  for (const Form& form : kForms) {
+  for (const FaultHint& form : kFaultHints) {
     const auto found = hints.find(form.key);
     if (found == hints.end()) continue;
     for (const auto& text : split_string(found->second, ',')) {
@@ -51,7 +52,7 @@ Faults Faults::take(Hints& hints) {
 
 std::vector<std::string_view> Faults::hints() {
   std::vector<std::string_view> names;
-  for (const Form& form : kForms) names.emplace_back(form.key);
+  for (const FaultHint& form : kFaultHints) names.emplace_back(form.key);
   return names;
 }
 

@@ -8,17 +8,16 @@
 
 namespace torch_overlap {
 
-// What goes wrong on purpose in a `local` communicator, so that tests of timeouts, aborts and order
-// need no luck. Given by hints of the communicator, equal on all ranks:
+// Faults that are injected into a `local` communicator, so that tests of timeouts, aborts and order
+// are deterministic. Set by hints of the communicator, which are equal on all ranks:
 //
 //   local::delay = "1@3:200"      rank 1 begins its operation 3 (of this communicator, counted from
 //                                 0) 200 ms late
 //   local::fail  = "0@5"          rank 0's operation 5 fails before it sends anything
-//   local::drop  = "2@0"          rank 2 never arrives at operation 0: there it waits for its
-//   timeout
+//   local::drop  = "2@0"          rank 2 never arrives at operation 0: it waits for the timeout
 //
-// Several are separated by commas; `*` as the operation means all of them. A child of split has
-// the hints of its parent, and counts for itself.
+// Commas separate several faults; `*` as the operation means every operation. A child of split has
+// the hints of its parent, and counts its own operations.
 struct Faults {
   struct Fault {
     enum class Kind { kDelay, kFail, kDrop };
@@ -29,9 +28,9 @@ struct Faults {
   };
   std::vector<Fault> faults;
 
-  // Takes its hints out of `hints`. Throws on one that does not parse.
+  // Removes the fault hints from `hints` and returns their faults. Throws if one does not parse.
   static Faults take(Hints& hints);
-  // Their names.
+  // Returns the names of the fault hints.
   static std::vector<std::string_view> hints();
 };
 

@@ -32,9 +32,9 @@ void LocalTransport::before(uint64_t index, Deadline deadline) {
   }
 }
 
-void LocalTransport::stop(const std::string& reason, bool tell_peers) {
+void LocalTransport::stop(const std::string& reason, bool notify_peers) {
   mailbox_->stop(rank_, reason);
-  if (tell_peers) mailbox_->leave(rank_, reason);
+  if (notify_peers) mailbox_->leave(rank_, reason);
 }
 
 }  // namespace torch_overlap

@@ -9,7 +9,7 @@
 
 namespace torch_overlap {
 
-// Ranks that are threads of one process: they copy from each other's tensors.
+// Transport between ranks that are threads of one process: they copy from each other's tensors.
 class LocalTransport final : public HostTransport {
  public:
   LocalTransport(std::shared_ptr<Mailbox> mailbox, int rank, Faults faults)
@@ -19,8 +19,8 @@ class LocalTransport final : public HostTransport {
   std::unique_ptr<Transfer> send(const Message& message) override;
   std::unique_ptr<Transfer> recv(const Message& message) override;
   void before(uint64_t index, Deadline deadline) override;
-  void stop(const std::string& reason, bool tell_peers) override;
-  std::string why_left(int peer) override { return mailbox_->why_left(peer); }
+  void stop(const std::string& reason, bool notify_peers) override;
+  std::string departure_reason(int peer) override { return mailbox_->departure_reason(peer); }
 
  private:
   const std::shared_ptr<Mailbox> mailbox_;

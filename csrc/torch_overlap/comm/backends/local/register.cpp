@@ -17,20 +17,20 @@ namespace {
 
 constexpr const char* kWorldKey = "local/world";
 
-// The mailboxes that ranks of this process are about to share, by number. Rank 0 makes one and
-// publishes "<process>:<number>" in the store; the others find it here. It stays until all have
-// come, also when rank 0 is done and gone by then.
+// Mailboxes that ranks of this process have yet to open, by id. Rank 0 creates a mailbox and
+// publishes "<process>:<number>" in the store; the other ranks find it here. It stays until all
+// ranks have opened it, even if rank 0 has already finished.
 struct Worlds {
   struct World {
     std::shared_ptr<Mailbox> mailbox;
-    int awaited;  // ranks
+    int num_awaited;  // ranks that have not opened it
   };
   ForkSafeMutex mutex;
   std::map<std::string, World> open;
   uint64_t count = 0;
 };
 
-Worlds& worlds() { return ProcessWide<Worlds>::get(); }
+Worlds& worlds() { return LeakySingleton<Worlds>::get(); }
 
 std::shared_ptr<Mailbox> make_mailbox(const BackendContext& context) {
   auto mailbox = std::make_shared<Mailbox>(context.size);
@@ -46,7 +46,7 @@ std::shared_ptr<Mailbox> make_mailbox(const BackendContext& context) {
 }
 
 std::shared_ptr<Mailbox> find_mailbox(const BackendContext& context) {
-  const bool has_begun = in_store(concat("new_comm '", context.name, "'"), [&] {
+  const bool has_begun = with_store_errors(concat("new_comm '", context.name, "'"), [&] {
     return poll(context.options.timeout, [&] { return context.store->check({kWorldKey}); });
   });
   TORCH_OVERLAP_CHECK(has_begun, kTimeout, "new_comm: expected rank 0 of '", context.name,
@@ -61,21 +61,21 @@ std::shared_ptr<Mailbox> find_mailbox(const BackendContext& context) {
                       split_string(id, ':').front(), " and rank ", context.rank, " in ", getpid(),
                       "; ranks that are processes use backend 'gloo'");
   auto mailbox = found->second.mailbox;
-  const bool all_came = --found->second.awaited == 0;
-  if (all_came) worlds().open.erase(found);
+  const bool have_all_arrived = --found->second.num_awaited == 0;
+  if (have_all_arrived) worlds().open.erase(found);
   lock.unlock();
-  if (all_came) delete_keys(*context.store, {kWorldKey});
+  if (have_all_arrived) delete_keys(*context.store, {kWorldKey});
   return mailbox;
 }
 
-Faults find_faults(Hints hints) {
+Faults parse_faults(Hints hints) {
   Faults faults = Faults::take(hints);
   warn_unknown_hints(hints, "local", Faults::hints());
   return faults;
 }
 
 std::shared_ptr<Backend> make_local_backend(const BackendContext& context) {
-  Faults faults = find_faults(context.options.hints);
+  Faults faults = parse_faults(context.options.hints);
   auto mailbox = context.rank == 0 ? make_mailbox(context) : find_mailbox(context);
   auto transport =
       std::make_unique<LocalTransport>(std::move(mailbox), context.rank, std::move(faults));
@@ -84,7 +84,7 @@ std::shared_ptr<Backend> make_local_backend(const BackendContext& context) {
 
 const BackendRegistration local_registration("local", {.make = make_local_backend,
                                                        .devices = {c10::kCPU},
-                                                       .check_hints = find_faults});
+                                                       .check_hints = parse_faults});
 
 }  // namespace
 }  // namespace torch_overlap

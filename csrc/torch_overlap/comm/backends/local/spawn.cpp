@@ -13,7 +13,7 @@ namespace {
 
 using Body = std::function<void(const std::shared_ptr<TorchComm>&)>;
 
-// What went wrong on one rank; empty if nothing.
+// Returns the error message of one rank; empty if it succeeded.
 std::string run_rank(RankAndSize who, const Body& body, const CommOptions& options) {
   std::shared_ptr<TorchComm> comm;
   try {

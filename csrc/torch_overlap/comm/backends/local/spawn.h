@@ -8,13 +8,13 @@
 
 namespace torch_overlap {
 
-// Runs `body` as `size` ranks, each a thread of this process with its end of one new `local`
-// communicator, and returns when all have ended. A communicator that `body` leaves open is
-// finalized. A rank that throws aborts its end, so that the others do not wait for it; the error
-// thrown here (kRuntime) holds what every failed rank said, in rank order.
+// Runs `body` on `size` ranks and returns when all have ended. Each rank is a thread of this
+// process with its TorchComm of one new `local` communicator. A communicator that `body` leaves
+// open is finalized. A rank that throws aborts its TorchComm, so that the others do not wait for
+// it. Throws kRuntime with the messages of all failed ranks, in rank order, if any rank failed.
 //
-// `options`: as for TorchComm::create, but the store is made here, and
-// abort_process_on_timeout_or_error is false unless it is set: the ranks share the process.
+// `options` are those of TorchComm::create, except that the store is created here, and that
+// abort_process_on_timeout_or_error is false unless it is set, because the ranks share the process.
 //
 //   run_local_ranks(4, [](const std::shared_ptr<TorchComm>& comm) {
 //     at::Tensor x = at::full({8}, comm->rank());

@@ -10,51 +10,51 @@
 
 namespace torch_overlap {
 
-AlignedParts::AlignedParts(cuda::DirectParams& params, cudaStream_t stream) : stream_(stream) {
+AlignedParts::AlignedParts(cuda::CollectiveParams& params, cudaStream_t stream) : stream_(stream) {
   for (int r = 0; r < params.size; ++r) {
     const char*& part = params.send[r];
     const size_t bytes = params.send_bytes[r];
-    if (params.one_source && r > 0) {
+    if (params.has_single_source && r > 0) {
       part = params.send[0];
       continue;
     }
-    if (char* const other = stand_in(part, bytes)) {
-      copy({other, part, bytes});
-      part = other;
+    if (char* const staged = stage_if_unaligned(part, bytes)) {
+      copy({staged, part, bytes});
+      part = staged;
     }
   }
   for (int r = 0; r < params.size; ++r) {
     char*& part = params.recv[r];
     const size_t bytes = params.recv_bytes[r];
-    if (char* const other = stand_in(part, bytes)) {
-      back_.push_back({part, other, bytes});
-      part = other;
+    if (char* const staged = stage_if_unaligned(part, bytes)) {
+      copies_back_.push_back({part, staged, bytes});
+      part = staged;
     }
   }
 }
 
 void AlignedParts::copy_back() const {
-  std::for_each(back_.begin(), back_.end(), [this](const Copy& back) { copy(back); });
+  std::for_each(copies_back_.begin(), copies_back_.end(), [this](const Copy& back) { copy(back); });
 }
 
-// Null where it takes none. One for each part, whether it is read, written, or both.
-char* AlignedParts::stand_in(const char* part, size_t bytes) {
+// Returns null if the part needs no buffer. One buffer per part, even if it is read and written.
+char* AlignedParts::stage_if_unaligned(const char* part, size_t bytes) {
   const auto bits = reinterpret_cast<uintptr_t>(part);
-  if (bytes == 0 || bits % DirectGeometry::kVectorBytes == 0) return nullptr;
-  auto found = std::find_if(others_.begin(), others_.end(), [&](const StandIn& other) {
-    return other.of == part && other.bytes == bytes;
-  });
-  if (found == others_.end()) {
+  if (bytes == 0 || bits % CollectiveGeometry::kVectorBytes == 0) return nullptr;
+  auto found = std::find_if(
+      staging_buffers_.begin(), staging_buffers_.end(),
+      [&](const StagingBuffer& staged) { return staged.of == part && staged.bytes == bytes; });
+  if (found == staging_buffers_.end()) {
     const auto options = at::TensorOptions().dtype(at::kByte).device(at::kCUDA);
-    others_.push_back({part, bytes, at::empty({static_cast<int64_t>(bytes)}, options)});
-    found = std::prev(others_.end());
+    staging_buffers_.push_back({part, bytes, at::empty({static_cast<int64_t>(bytes)}, options)});
+    found = std::prev(staging_buffers_.end());
   }
   return static_cast<char*>(found->memory.data_ptr());
 }
 
 void AlignedParts::copy(const Copy& what) const {
   cuda::check(cudaMemcpyAsync(what.to, what.from, what.bytes, cudaMemcpyDeviceToDevice, stream_),
-              "direct collectives: copying a tensor that is not aligned to 16 bytes");
+              "custom collectives: copying a tensor that is not aligned to 16 bytes");
 }
 
 }  // namespace torch_overlap

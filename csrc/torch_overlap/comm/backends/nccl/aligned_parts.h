@@ -6,17 +6,18 @@
 #include <cstddef>
 #include <vector>
 
-#include "torch_overlap/comm/backends/nccl/direct_kernels.h"
+#include "torch_overlap/collectives/cuda/kernels.h"
 
 namespace torch_overlap {
 
-// Bulk copies want places that are aligned to vectors, and whether they are only this rank knows.
-// What is not passes through memory that is, in the order of `stream`, which is the current one.
+// Bulk copies need addresses that are aligned to vectors, and only this rank knows its addresses.
+// Unaligned parts are copied through aligned memory in the order of `stream`, the current stream.
 class AlignedParts {
  public:
-  // Puts others in the place of the parts that are not, with what is to be sent.
-  AlignedParts(cuda::DirectParams& params, cudaStream_t stream);
-  // Of what the operation has written.
+  // Replaces unaligned parts of `params` by staging buffers, and copies the parts to send into
+  // them.
+  AlignedParts(cuda::CollectiveParams& params, cudaStream_t stream);
+  // Copies the operation's results from the staging buffers to the parts.
   void copy_back() const;
 
  private:
@@ -25,18 +26,18 @@ class AlignedParts {
     const char* from;
     size_t bytes;
   };
-  struct StandIn {
+  struct StagingBuffer {
     const char* of;
     size_t bytes;
     at::Tensor memory;
   };
 
-  char* stand_in(const char* part, size_t bytes);
+  char* stage_if_unaligned(const char* part, size_t bytes);
   void copy(const Copy& what) const;
 
   const cudaStream_t stream_;
-  std::vector<StandIn> others_;
-  std::vector<Copy> back_;
+  std::vector<StagingBuffer> staging_buffers_;
+  std::vector<Copy> copies_back_;
 };
 
 }  // namespace torch_overlap

@@ -2,7 +2,7 @@
 
 #include "torch_overlap/base/env.h"
 
-// Functions younger than the oldest NCCL that may be loaded: null where they are missing.
+// Functions newer than the oldest NCCL that may be loaded; null if it does not have them.
 extern "C" {
 __attribute__((weak)) ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags);
 __attribute__((weak)) ncclResult_t ncclCommShrink(ncclComm_t comm, int* excluded, int count,
@@ -24,11 +24,11 @@ NcclApi::NcclApi()
       comm_shrink(ncclCommShrink),
       comm_window_register(ncclCommWindowRegister),
       put_signal(ncclPutSignal),
-      may_nvls(Env::may_nvls()),
-      maps_in_captures(Env::maps_in_captures()) {}
+      is_nvls_enabled(Env::is_nvls_enabled()),
+      is_graph_register_enabled(Env::is_graph_register_enabled()) {}
 
 const NcclApi& NcclApi::loaded() {
-  static const NcclApi* const api = new NcclApi;  // never freed: threads use it until the very end
+  static const NcclApi* const api = new NcclApi;  // never freed: threads use it to the very end
   return *api;
 }
 
@@ -39,7 +39,7 @@ int NcclApi::version() const {
 }
 
 std::string nccl_version_string(int version) {
-  if (version < 10'000) {  // up to 2.8: 2804
+  if (version < 10'000) {  // up to 2.8, for example 2804
     return concat(version / 1000, ".", version % 1000 / 100, ".", version % 100);
   }
   return concat(version / 10'000, ".", version % 10'000 / 100, ".", version % 100);

@@ -10,16 +10,16 @@
 
 namespace torch_overlap {
 
-// Younger than the header that this is built with: copies `count` elements to the window of `peer`,
-// from byte `offset` of it on, and counts up one of NCCL's own signals there. The source lies in a
-// window of the communicator; `signal`, `context` and `flags` are 0.
+// A function newer than the NCCL header of this build. Copies `count` elements to the window of
+// `peer`, from byte `offset` of it on, and increments one of NCCL's own signals there. The source
+// is in a window of the communicator; `signal`, `context` and `flags` are 0.
 using NcclPutSignal = ncclResult_t (*)(const void* source, size_t count, ncclDataType_t type,
                                        int peer, ncclWindow_t window, size_t offset, int signal,
                                        int context, unsigned int flags, ncclComm_t comm,
                                        cudaStream_t stream);
 
-// The NCCL functions that the backend calls, as a table: a test puts its own functions in to make
-// faults. loaded() is the libnccl of the process, which is torch's.
+// Table of the NCCL functions that the backend calls. Tests replace functions to inject faults.
+// loaded() is the libnccl of the process, which is torch's.
 struct TORCH_OVERLAP_API NcclApi {
   decltype(&ncclGetVersion) get_version = ncclGetVersion;
   decltype(&ncclGetErrorString) error_string = ncclGetErrorString;
@@ -45,38 +45,38 @@ struct TORCH_OVERLAP_API NcclApi {
   decltype(&ncclReduceScatter) reduce_scatter = ncclReduceScatter;
   decltype(&ncclSend) send = ncclSend;
   decltype(&ncclRecv) recv = ncclRecv;
-  // Null before NCCL 2.28, 2.27, 2.27 and 2.29.
+  // Null before NCCL 2.28, 2.27, 2.27 and 2.29, respectively.
   decltype(&ncclCommRevoke) comm_revoke;
   decltype(&ncclCommShrink) comm_shrink;
   decltype(&ncclCommWindowRegister) comm_window_register;
   NcclPutSignal put_signal;
-  // Whether it may make NVLink multicast objects. These are read with the table, before the first
-  // communicator: NCCL does not look at its environment again.
-  bool may_nvls;
-  bool maps_in_captures;  // memory into the peers, by itself
+  // True if NCCL may create NVLink multicast objects. Both flags are read with the table, before
+  // the first communicator: NCCL does not read its environment again.
+  bool is_nvls_enabled;
+  bool is_graph_register_enabled;  // in captures NCCL maps memory into the peers
 
   NcclApi();
   static const NcclApi& loaded();
 
-  // As NCCL counts it: 22809 is 2.28.9.
+  // Returns NCCL's version code: 22809 is 2.28.9.
   int version() const;
 };
 
-// "2.28.9"
+// Formats a version code, for example as "2.28.9".
 TORCH_OVERLAP_API std::string nccl_version_string(int version);
 
-// The version gate: throws kUnsupported, naming both versions, when the loaded NCCL is older than
-// `needed`. `what` is the feature.
+// Throws kUnsupported with both versions if the loaded NCCL is older than `needed`. `what` is the
+// feature.
 TORCH_OVERLAP_API void require_nccl(const NcclApi& api, int needed, std::string_view what);
 
-// A call into NCCL that failed.
+// Error of an NCCL call.
 class TORCH_OVERLAP_API NcclError : public Error {
  public:
   NcclError(ncclResult_t result, const std::string& message)
       : Error(ErrorKind::kRuntime, message), result_(result) {}
-  // The communicator cannot be used any more. A refused argument leaves it as it was.
+  // True if the communicator cannot be used any more. A rejected argument leaves it usable.
   bool is_fatal() const { return result_ != ncclInvalidArgument && result_ != ncclInvalidUsage; }
-  // NCCL says that this system or these arguments will not do, rather than that it broke.
+  // True if NCCL does not support this system or these arguments; false if it broke.
   bool is_refusal() const { return !is_fatal() || result_ == ncclSystemError; }
 
  private:
@@ -91,9 +91,9 @@ inline void nccl_check(const NcclApi& api, ncclResult_t result, std::string_view
   throw_nccl_error(api, result, what);
 }
 
-// Calls between its constructor and end() become one operation of NCCL, none waiting for another.
-// A group never stays open: when an exception passes, it is closed, and NCCL drops what a failed
-// call left in it. Nothing but NCCL calls belongs inside.
+// Makes the calls between its constructor and end() one operation of NCCL, in which none waits for
+// another. A group never stays open: if an exception passes, the destructor closes it, and NCCL
+// drops what a failed call left in it. Only NCCL calls may be made inside.
 class NcclGroup {
  public:
   explicit NcclGroup(const NcclApi& api) : api_(api) {

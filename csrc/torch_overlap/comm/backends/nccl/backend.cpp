@@ -5,17 +5,17 @@
 #include <c10/util/Exception.h>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/comm/backends/nccl/direct_call.h"
+#include "torch_overlap/comm/backends/nccl/custom_call.h"
 #include "torch_overlap/comm/backends/nccl/primitives.h"
+#include "torch_overlap/comm/below_dispatch_guard.h"
 #include "torch_overlap/comm/call_record.h"
-#include "torch_overlap/comm/plain_dispatch.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/symm/cuda/vmm.h"
 
 namespace torch_overlap {
 namespace {
 
-constexpr auto kLockNap = std::chrono::milliseconds(100);
+constexpr auto kLockPollInterval = std::chrono::milliseconds(100);
 
 void record(cudaEvent_t event, c10::cuda::CUDAStream stream) {
   cuda::check(cudaEventRecord(event, stream.stream()), "cudaEventRecord");
@@ -25,15 +25,15 @@ void stream_waits(c10::cuda::CUDAStream stream, cudaEvent_t event) {
   cuda::check(cudaStreamWaitEvent(stream.stream(), event, 0), "cudaStreamWaitEvent");
 }
 
-// Leaves a forked stream as a leaf of the capture, also when the operation fails half way: else the
-// capture could not end any more.
+// Leaves a forked stream as a leaf of the capture, even if the operation fails partway: otherwise
+// the capture could not end any more.
 class LeafOnExit {
  public:
   LeafOnExit(c10::cuda::CUDAStream side, c10::cuda::CUDAStream origin)
       : side_(side), origin_(origin) {}
   ~LeafOnExit() {
     try {
-      cuda::leave_as_leaf(side_.stream(), origin_.stream());
+      cuda::reset_capture_dependencies(side_.stream(), origin_.stream());
     } catch (const Error& error) {
       TORCH_WARN("the capture cannot end: ", error.what());
     }
@@ -61,7 +61,7 @@ Lane lane_of(const Call& call) {
 at::Tensor make_workspace(c10::Device device) {
   const c10::cuda::CUDAGuard guard(device);
   const at::Tensor workspace = at::zeros({1}, at::TensorOptions().device(device).dtype(at::kByte));
-  // Filled now, so that no stream has to wait for it later.
+  // Filled before this returns, so that no stream has to wait for it later.
   c10::cuda::getCurrentCUDAStream(device.index()).synchronize();
   return workspace;
 }
@@ -75,8 +75,8 @@ std::shared_ptr<NcclBackend> NcclBackend::create(const BackendContext& context,
 
 std::shared_ptr<NcclBackend> NcclBackend::start(const BackendContext& context,
                                                 std::shared_ptr<NcclHandle> handle) {
-  open_graveyard();
-  std::shared_ptr<NcclBackend> backend(new NcclBackend(context, std::move(handle)), bury);
+  start_deferred_deleter();
+  std::shared_ptr<NcclBackend> backend(new NcclBackend(context, std::move(handle)), defer);
   watch(backend);
   return backend;
 }
@@ -103,37 +103,38 @@ void NcclBackend::deregister_memory(const at::Tensor& tensor) {
   registered_.erase(found);
 }
 
-struct NcclBackend::Marking {
-  explicit Marking(const std::shared_ptr<CommRuntime>& runtime)
+struct NcclBackend::ReplayTracking {
+  explicit ReplayTracking(const std::shared_ptr<CommRuntime>& runtime)
       : runtime(runtime),
-        pool(std::make_shared<MarkPool>(runtime->device)),
+        pool(std::make_shared<ReplayCounterPool>(runtime->device)),
         side(runtime->device, /*high_priority=*/false),
-        events(runtime->events.take()) {}
-  ~Marking() { runtime->events.give(events); }
+        events(runtime->events.acquire()) {}
+  ~ReplayTracking() { runtime->events.release(events); }
 
-  // What `side` captures next depends on what `stream` has captured so far.
+  // Makes the next capture on `side` depend on everything that `stream` has captured so far.
   void follow(c10::cuda::CUDAStream stream) {
     record(events.ready, stream);
     stream_waits(side.get(), events.ready);
   }
 
   const std::shared_ptr<CommRuntime> runtime;
-  const std::shared_ptr<MarkPool> pool;
+  const std::shared_ptr<ReplayCounterPool> pool;
   const cuda::OwnedStream side;
   const cuda::EventPair events;
 };
 
 NcclBackend::NcclBackend(const BackendContext& context, std::shared_ptr<NcclHandle> handle)
-    : Body(context.device.index()),
+    : PendingDelete(context.device.index()),
       context_(context),
       runtime_(std::make_shared<CommRuntime>(context.name, context.device.index(),
                                              event_pool_size(context.options.hints))),
       workspace_(make_workspace(context.device)),
       handle_(std::move(handle)),
-      direct_(context_, runtime_),
+      custom_collectives_(context_, runtime_),
       peers_(context_.store, context_.rank, context_.size),
-      marking_(graph_timeouts(context.options.hints) ? std::make_unique<Marking>(runtime_)
-                                                     : nullptr) {}
+      replay_tracking_(graph_timeouts(context.options.hints)
+                           ? std::make_unique<ReplayTracking>(runtime_)
+                           : nullptr) {}
 
 NcclBackend::~NcclBackend() = default;
 
@@ -147,7 +148,7 @@ int64_t NcclBackend::native_handle() const {
 NcclBackend::Lock NcclBackend::lock_unless_failed() const {
   runtime_->failure.rethrow_if_set();
   Lock lock(handle_->mutex(), std::try_to_lock);
-  while (!lock && !lock.try_lock_for(kLockNap)) runtime_->failure.rethrow_if_set();
+  while (!lock && !lock.try_lock_for(kLockPollInterval)) runtime_->failure.rethrow_if_set();
   runtime_->failure.rethrow_if_set();
   return lock;
 }
@@ -163,15 +164,15 @@ void NcclBackend::prepare_windows() {
 
 void NcclBackend::begin_window() {
   const Lock lock = lock_unless_failed();
-  direct_.begin_window();
+  custom_collectives_.begin_window();
 }
 
 void NcclBackend::add_window(uint64_t number, const std::shared_ptr<SymmetricMemory>& memory) {
   const Lock lock = lock_unless_failed();
-  direct_.add_window(number, memory);
+  custom_collectives_.add_window(number, memory);
 }
 
-Backend::RemoteSupport NcclBackend::remote_support() const {
+Backend::RemoteSupport NcclBackend::remote_access_support() const {
   return OneSided::support(handle_->api(), context_.size);
 }
 
@@ -180,7 +181,7 @@ std::shared_ptr<RemoteAccess> NcclBackend::open_remote(Bootstrap& bootstrap, std
   return remote_.open(handle_->api(), context_, bootstrap, op, memory);
 }
 
-std::shared_ptr<cuda::WaitBoard> NcclBackend::wait_board() {
+std::shared_ptr<cuda::DeviceWaitMonitor> NcclBackend::wait_monitor() {
   const Lock lock = lock_unless_failed();
   return {runtime_, &runtime_->waits()};
 }
@@ -191,10 +192,11 @@ WorkPtr NcclBackend::launch(Call call) {
   const cuda::Capture capture = cuda::capture_of(current.stream());
   const auto work = std::make_shared<CudaWork>(runtime_, std::move(call), current, capture.id);
   try {
-    Ended ended;
+    EndedBatch ended;
     const Lock lock = lock_unless_failed();
     if (!capture) reap_some(ended);
-    if (auto window = direct_.window_of(work->call())) work->uses(std::move(window));
+    if (auto window = custom_collectives_.window_of(work->call()))
+      work->set_window(std::move(window));
     issue(work, current, capture);
   } catch (...) {
     act_on_failure();
@@ -211,67 +213,68 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
   const auto stream = call.async_op
                           ? runtime_->stream(which, call.high_priority, static_cast<bool>(capture))
                           : current;
-  work->runs_on(stream);
+  work->set_stream(stream);
   if (capture && stream != current) {
     const cuda::Capture other = cuda::capture_of(stream.stream());
     TORCH_OVERLAP_CHECK(!other || other.id == capture.id, kState, call.describe(),
                         ": expected one capture of this communicator at a time, got a second; end "
                         "the first one before");
   }
-  // Not before the check: what is refused leaves the first capture as it is.
+  // After the check, so that a rejected call leaves the first capture as it is.
   if (capture) enter_capture(capture);
   auto& [queue, eager, captured] = lane(which);
   auto& previous = capture ? captured : eager;
 
   std::optional<LeafOnExit> leaf;
-  // For an operation on the current stream `ready` only tells the watchdog when it could run.
+  // For an operation on the current stream `ready` only shows the watchdog when it could run.
   if (call.async_op || !capture) record(work->ready(), current);
   if (stream != current) {
     stream_waits(stream, work->ready());
     if (capture) leaf.emplace(stream, current);
   }
-  // A wait on the current stream holds up no other.
+  // A wait on the current stream delays no other operation of the lane.
   const bool is_ordered = which != Lane::waits || call.async_op;
-  // In a capture also on the same stream: an async operation before was left as a leaf.
+  // In a capture this is needed on the same stream too: a preceding async operation is a leaf.
   if (is_ordered && previous && (previous->stream != stream || (capture && call.async_op))) {
     stream_waits(stream, previous->work->end());
   }
-  // Nothing else orders the branches of a graph: what was captured before a wait, which the peer
-  // may need before it signals, is not put behind it.
+  // Nothing else orders the branches of a graph. Puts and signals captured before a wait, which the
+  // peer may need before it signals, must not run after it.
   if (const auto& put = lane(Lane::one_sided).previous_captured;
       capture && which == Lane::waits && put) {
     stream_waits(stream, put->work->end());
   }
   // A window's memory must stay mapped, on whatever stream the operation runs.
   const bool is_held = call.async_op || call.window != nullptr;
-  // Kept before it runs: whatever happens, what NCCL has taken keeps its tensors until it ends.
+  // Kept before it runs: an operation that NCCL has accepted keeps its tensors until it ends, even
+  // after an error.
   if (!capture) {
     queue.push_back(work);
   } else if (is_held) {
-    hold_->keep(work);
+    graph_resources_->keep(work);
   }
-  // A wait for a signal has its own end, and puts and signals wait for nobody.
-  const bool marks = capture && monitor_ && which == Lane::collectives;
-  std::optional<LeafOnExit> marks_leaf;
-  if (marks) {
-    marking_->follow(stream);
-    marks_leaf.emplace(marking_->side.get(), current);
-    monitor_->watch_begin(call, marking_->side.get().stream());
+  // A wait for a signal has its own timeout, and puts and signals wait for no peer.
+  const bool is_tracked = capture && monitor_ && which == Lane::collectives;
+  std::optional<LeafOnExit> tracking_leaf;
+  if (is_tracked) {
+    replay_tracking_->follow(stream);
+    tracking_leaf.emplace(replay_tracking_->side.get(), current);
+    monitor_->watch_begin(call, replay_tracking_->side.get().stream());
   }
   try {
     run(*work, stream, static_cast<bool>(capture));
-    if (marks) {
-      marking_->follow(stream);
-      monitor_->watch_end(marking_->side.get().stream());
+    if (is_tracked) {
+      replay_tracking_->follow(stream);
+      monitor_->watch_end(replay_tracking_->side.get().stream());
     }
   } catch (...) {
-    if (marks) monitor_->forget_last();
+    if (is_tracked) monitor_->drop_last();
     if (runtime_->failure.is_set()) {
       (void)cudaEventRecord(work->end(), stream.stream());
     } else if (!capture) {
       queue.pop_back();
     } else if (is_held) {
-      hold_->forget_last();
+      graph_resources_->drop_last();
     }
     throw;
   }
@@ -280,35 +283,36 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
 
 void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool is_capturing) {
   const Call& call = work.call();
-  std::optional<c10::cuda::CUDAStreamGuard> on_stream;  // else it is the current one
+  std::optional<c10::cuda::CUDAStreamGuard> on_stream;  // otherwise `stream` is current
   if (call.async_op) on_stream.emplace(stream);
-  const PlainDispatch plain;
-  const bool is_capture = is_capturing && handle_->api().maps_in_captures;
-  const bool maps = is_capture || !registered_.empty();
+  const BelowDispatchGuard no_autograd;
+  const bool nccl_maps_captured = is_capturing && handle_->api().is_graph_register_enabled;
+  const bool nccl_maps = nccl_maps_captured || !registered_.empty();
   NcclPrimitives primitives(
       handle_->api(), handle_->comm(), context_.rank, context_.size, workspace_.data_ptr(),
       stream.stream(), runtime_.get(), call.timeout,
-      {.is_mapped = maps ? cuda::is_shareable : nullptr, .is_capture = is_capture});
-  bool has_begun = false;
+      {.is_mapped = nccl_maps ? cuda::is_exportable : nullptr, .is_capture = nccl_maps_captured});
+  bool has_launched = false;
   try {
-    // Mapping memory, at the first call, may wait for what the device still has to do.
-    const DirectPlan plan = direct_.plan(call, is_capturing);
+    // Before the launch is timed: mapping memory, at the first call, may wait for pending device
+    // work.
+    const CollectivePlan plan = custom_collectives_.plan(call, is_capturing);
     launching_timeout_ms_.store(call.timeout.count(), std::memory_order_relaxed);
     launching_since_.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
-    if (call.record) call.record->done_by(to_string(plan).data());
+    if (call.record) call.record->set_algorithm(to_string(plan).data());
     if (plan) {
-      if (is_capturing) hold_->keep(direct_.memory());
-      direct_.launch(call, plan, is_capturing, stream.stream(), has_begun);
+      if (is_capturing) graph_resources_->keep(custom_collectives_.memory());
+      custom_collectives_.launch(call, plan, is_capturing, stream.stream(), has_launched);
     } else {
-      if (is_capture) keep_mapped(call);
+      if (nccl_maps_captured) keep_mapped(call);
       primitives.run(call);
     }
     if (call.norm && plan.row_blocks == 0) launch_rms_norm(call, stream.stream());
     record(work.end(), stream);
   } catch (...) {
     launching_since_.store(0, std::memory_order_release);
-    runtime_->failure.rethrow_if_set();  // stopped from outside: that is why the call failed
-    fail_launch(call, has_begun || primitives.has_begun());
+    runtime_->failure.rethrow_if_set();  // stopped from outside, which made the call fail
+    fail_launch(call, has_launched || primitives.has_launched());
   }
   launching_since_.store(0, std::memory_order_release);
 }
@@ -322,7 +326,7 @@ void NcclBackend::keep_mapped(const Call& call) {
   for (const at::Tensor& tensor : call.tensors()) {
     if (tensor.numel() == 0) continue;
     if (auto mapping = cuda::VirtualMapping::find(tensor.const_data_ptr())) {
-      hold_->keep_mapped(std::move(mapping));
+      graph_resources_->keep_mapped(std::move(mapping));
     }
   }
 }
@@ -333,21 +337,22 @@ void NcclBackend::enter_capture(const cuda::Capture& capture) {
   capture_ = 0;
   monitor_.reset();
   ++graphs_seen_;
-  if (marking_) monitor_ = std::make_shared<GraphMonitor>(marking_->pool, graphs_seen_);
-  hold_ = GraphHold::attach(capture.graph, handle_, workspace_, monitor_);
-  if (marking_) monitors_.push_back(monitor_);
+  if (replay_tracking_)
+    monitor_ = std::make_shared<GraphMonitor>(replay_tracking_->pool, graphs_seen_);
+  graph_resources_ = GraphResources::attach(capture.graph, handle_, workspace_, monitor_);
+  if (replay_tracking_) monitors_.push_back(monitor_);
   capture_ = capture.id;
 }
 
 std::shared_ptr<Backend> NcclBackend::split(const SplitRequest& request) {
-  drain("split");  // NCCL asks for a parent with nothing outstanding
+  drain("split");  // NCCL requires a parent with nothing outstanding
   std::shared_ptr<NcclHandle> child;
   try {
     child = handle_->split(request, context_.timeout());
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kUnsupported && error.kind() != ErrorKind::kValue) {
-      const bool late = error.kind() == ErrorKind::kTimeout;
-      fail_with(late ? WorkStatus::TIMEDOUT : WorkStatus::ERROR, error.kind(), error.what());
+      const bool is_timeout = error.kind() == ErrorKind::kTimeout;
+      fail_with(is_timeout ? WorkStatus::TIMEDOUT : WorkStatus::ERROR, error.kind(), error.what());
     }
     throw;
   }
@@ -360,7 +365,7 @@ void NcclBackend::finalize() {
   finalized_ = true;
   {
     const Lock lock = lock_unless_failed();
-    direct_.release();
+    custom_collectives_.release();
   }
   remote_.close(context_.timeout());
   if (handle_->close(context_.timeout())) return;

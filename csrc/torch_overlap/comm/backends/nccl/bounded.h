@@ -5,10 +5,10 @@
 
 namespace torch_overlap {
 
-// run_bounded() for calls into CUDA, which may be made while another thread captures. `work` has a
-// thread to itself, and chooses the device by cuda::use_device().
+// run_with_timeout() for CUDA calls, which may run while another thread captures. `work` runs on a
+// thread of its own, and selects the device by cuda::use_device().
 inline bool run_bounded_on_cuda(std::function<void()> work, std::chrono::milliseconds limit) {
-  return run_bounded(
+  return run_with_timeout(
       [work = std::move(work)] {
         const cuda::RelaxedCapture relaxed;
         work();

@@ -16,10 +16,10 @@ namespace {
 enum class Kind { kNumber, kFlag, kPolicy };
 
 struct Field {
-  std::string_view name;  // NCCL's own
+  std::string_view name;  // NCCL's name
   std::string_view snake_name;
   int ncclConfig_t::* member;
-  int since;
+  int min_version;
   Kind kind = Kind::kNumber;
 };
 
@@ -37,7 +37,7 @@ constexpr Field kFields[] = {
     {"nvlinkCentricSched", "nvlink_centric_sched", &ncclConfig_t::nvlinkCentricSched, 22800,
      Kind::kFlag},
 };
-constexpr int kCommNameSince = 22700;
+constexpr int kCommNameMinVersion = 22700;
 constexpr std::string_view kEventPoolHint = "max_event_pool_size";
 constexpr std::string_view kGraphTimeoutsHint = "graph_timeouts";
 
@@ -69,7 +69,7 @@ int parse_field(const Field& field, const std::string& text) {
   return parse_int32(text, what);
 }
 
-// Takes one hint out of `hints`, whichever way it is spelled.
+// Removes one hint, in either spelling, from `hints` and returns its value.
 std::optional<std::string> take(Hints& hints, std::string_view name, std::string_view snake_name) {
   std::optional<std::string> value;
   for (const auto spelling : {name, snake_name}) {
@@ -88,7 +88,7 @@ NcclConfig::NcclConfig(const NcclApi& api, const std::string& comm_name, const H
   for (const Field& field : kFields) {
     const auto text = take(rest, field.name, field.snake_name);
     if (!text) continue;
-    require_nccl(api, field.since, concat("hint ", field.name));
+    require_nccl(api, field.min_version, concat("hint ", field.name));
     config_.*field.member = parse_field(field, *text);
   }
   if (const auto text = take(rest, "netName", "net_name")) {
@@ -96,10 +96,10 @@ NcclConfig::NcclConfig(const NcclApi& api, const std::string& comm_name, const H
     config_.netName = net_name_.c_str();
   }
   const auto name_hint = take(rest, "commName", "comm_name");
-  if (name_hint) require_nccl(api, kCommNameSince, "hint commName");
+  if (name_hint) require_nccl(api, kCommNameMinVersion, "hint commName");
   comm_name_ = name_hint.value_or(comm_name);
-  config_.commName = comm_name_.c_str();  // an older NCCL does not read this far
-  config_.blocking = 1;                   // why: handle.h
+  config_.commName = comm_name_.c_str();  // an older NCCL does not read this field
+  config_.blocking = 1;                   // see handle.h
   take(rest, kEventPoolHint, kEventPoolHint);
   take(rest, kGraphTimeoutsHint, kGraphTimeoutsHint);
   std::vector<std::string_view> known{"netName", "commName", kEventPoolHint, kGraphTimeoutsHint};
@@ -107,7 +107,7 @@ NcclConfig::NcclConfig(const NcclApi& api, const std::string& comm_name, const H
   warn_unknown_hints(rest, "nccl", std::move(known));
 }
 
-int most_ctas(const Hints& hints) {
+int max_ctas_hint(const Hints& hints) {
   Hints rest = hints;
   const auto text = take(rest, "maxCTAs", "max_ctas");
   return text ? parse_int32(*text, "hint maxCTAs") : 0;

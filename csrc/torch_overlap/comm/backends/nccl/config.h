@@ -10,14 +10,14 @@
 
 namespace torch_overlap {
 
-// What NCCL is told when it makes a communicator: ncclConfig_t, and the strings that it points to.
-// NCCL keeps the pointers, so this object lives as long as the communicator.
+// Configuration of an NCCL communicator: ncclConfig_t, and the strings that it points to. NCCL
+// keeps the pointers, so this object must live as long as the communicator.
 //
 // Hints, each also in snake_case (min_ctas): cgaClusterSize, minCTAs, maxCTAs, netName, splitShare,
 // trafficClass, commName (default: the communicator's name), collnetEnable, CTAPolicy (a number, or
 // default, efficiency, zero), shrinkShare, nvlsCTAs, nChannelsPerNetPeer, nvlinkCentricSched; and
-// max_event_pool_size and graph_timeouts, which are ours. A hint younger than the loaded NCCL
-// throws kUnsupported; unknown ones are named in one warning. `blocking` is not among them: see
+// this project's max_event_pool_size and graph_timeouts. A hint newer than the loaded NCCL throws
+// kUnsupported; one warning names all unknown hints. `blocking` is not a hint: see handle.h.
 // handle.h.
 class TORCH_OVERLAP_API NcclConfig {
  public:
@@ -33,13 +33,13 @@ class TORCH_OVERLAP_API NcclConfig {
   std::string net_name_;
 };
 
-// The hint maxCTAs, which bounds the blocks of our own bulk copies too: where ranks differ in it,
-// NCCL does all. 0: there is none.
-int most_ctas(const Hints& hints);
-// The hint max_event_pool_size.
+// Returns the hint maxCTAs; 0 if there is none. It also limits the blocks of this project's bulk
+// copies. If ranks differ in it, NCCL runs all collectives.
+int max_ctas_hint(const Hints& hints);
+// Returns the hint max_event_pool_size, or its default.
 size_t event_pool_size(const Hints& hints);
-// The hint graph_timeouts (true or false), else the environment's: whether operations in replayed
-// graphs have timeouts. See graph_monitor.h.
+// Returns the hint graph_timeouts (true or false), otherwise the environment's value: true if
+// operations in replayed graphs have timeouts. See graph_monitor.h.
 bool graph_timeouts(const Hints& hints);
 
 }  // namespace torch_overlap

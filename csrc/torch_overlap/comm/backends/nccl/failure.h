@@ -8,18 +8,18 @@
 
 namespace torch_overlap {
 
-// Why a communicator can no longer be used. Set at most once, then read by every call and every
-// work that was not done by then. Threads: any; reading takes no lock.
+// Reason why a communicator can no longer be used. Set at most once, then read by every call and by
+// every work that was not done by then. Thread-safe; reading takes no lock.
 class Failure {
  public:
   bool is_set() const noexcept { return set_.load(std::memory_order_acquire); }
-  // `status`: TIMEDOUT or ERROR. False: there was one already, which stays.
+  // `status` is TIMEDOUT or ERROR. Returns false if a failure was set before; it stays.
   bool set(WorkStatus status, std::exception_ptr error) noexcept;
 
   void rethrow_if_set() const {
     if (__builtin_expect(is_set(), 0)) std::rethrow_exception(error_);
   }
-  // Of a failure that is set.
+  // Valid once a failure is set.
   WorkStatus status() const noexcept { return status_; }
   std::exception_ptr error() const noexcept { return error_; }
   std::string message() const;

@@ -6,7 +6,7 @@
 #include <atomic>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/comm/backends/nccl/mark_kernel.h"
+#include "torch_overlap/comm/backends/nccl/counter_kernel.h"
 #include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
@@ -14,14 +14,14 @@
 namespace torch_overlap {
 namespace {
 
-constexpr size_t kMarksInBlock = 512;
-constexpr size_t kBlockBytes = kMarksInBlock * 2 * sizeof(uint32_t);
+constexpr size_t kCountersPerBlock = 512;
+constexpr size_t kBlockBytes = kCountersPerBlock * 2 * sizeof(uint32_t);
 
 uint32_t read(uint32_t* shown) { return std::atomic_ref(*shown).load(std::memory_order_acquire); }
 
 }  // namespace
 
-MarkPool::~MarkPool() {
+ReplayCounterPool::~ReplayCounterPool() {
   const c10::cuda::CUDAGuard guard(device_);
   for (size_t i = 0; i < blocks_.size(); i += 2) {
     (void)cudaFree(blocks_[i]);
@@ -29,7 +29,7 @@ MarkPool::~MarkPool() {
   }
 }
 
-void MarkPool::grow() {
+void ReplayCounterPool::grow() {
   const c10::cuda::CUDAGuard guard(device_);
   const cuda::RelaxedCapture relaxed;
   void* counters = nullptr;
@@ -38,7 +38,7 @@ void MarkPool::grow() {
   cudaError_t status = cudaHostAlloc(&shown, kBlockBytes, cudaHostAllocMapped);
   if (status == cudaSuccess) {
     std::fill_n(static_cast<char*>(shown), kBlockBytes, 0);
-    // On a stream of its own: the default one may be captured, or have much to do.
+    // Uses a stream of its own: the default stream may be captured or busy.
     const cuda::OwnedStream stream(device_, /*high_priority=*/false);
     status = cudaMemcpyAsync(counters, shown, kBlockBytes, cudaMemcpyHostToDevice,
                              stream.get().stream());
@@ -53,21 +53,21 @@ void MarkPool::grow() {
   auto* const on_host = static_cast<uint32_t*>(shown);
   blocks_.push_back(on_device);
   blocks_.push_back(on_host);
-  for (size_t i = 0; i < 2 * kMarksInBlock; i += 2) {
+  for (size_t i = 0; i < 2 * kCountersPerBlock; i += 2) {
     free_.push_back({on_device + i, on_device + i + 1, on_host + i, on_host + i + 1});
   }
 }
 
-MarkPool::Mark MarkPool::take() {
+ReplayCounterPool::ReplayCounters ReplayCounterPool::take() {
   std::lock_guard lock(mutex_);
   if (free_.empty()) grow();
-  const Mark mark = free_.back();
+  const ReplayCounters mark = free_.back();
   free_.pop_back();
   return mark;
 }
 
-void MarkPool::give(const Mark& mark) {
-  if (read(mark.begun) != read(mark.ended)) return;  // not used again
+void ReplayCounterPool::give(const ReplayCounters& mark) {
+  if (read(mark.started) != read(mark.ended)) return;  // not reused
   std::lock_guard lock(mutex_);
   free_.push_back(mark);
 }
@@ -77,36 +77,37 @@ GraphMonitor::~GraphMonitor() {
 }
 
 void GraphMonitor::watch_begin(const Call& call, cudaStream_t side) {
-  const MarkPool::Mark mark = pool_->take();
-  const uint32_t before = read(mark.begun);
-  entries_.push_back({mark, call.describe(), bounded_timeout(call.timeout), before, before});
-  cuda::check(bump(mark.begun_counter, mark.begun, side), "graph timeouts: begin mark");
+  const ReplayCounterPool::ReplayCounters mark = pool_->take();
+  const uint32_t before = read(mark.started);
+  entries_.push_back({mark, call.describe(), clamp_timeout(call.timeout), before, before});
+  cuda::check(increment_counter(mark.started_counter, mark.started, side),
+              "graph timeouts: begin mark");
 }
 
 void GraphMonitor::watch_end(cudaStream_t side) {
-  const MarkPool::Mark& mark = entries_.back().mark;
-  cuda::check(bump(mark.ended_counter, mark.ended, side), "graph timeouts: end mark");
+  const ReplayCounterPool::ReplayCounters& mark = entries_.back().mark;
+  cuda::check(increment_counter(mark.ended_counter, mark.ended, side), "graph timeouts: end mark");
 }
 
-// The mark is not used again: a kernel that counts on it may be in the graph.
-void GraphMonitor::forget_last() { entries_.pop_back(); }
+// The counters are not reused: a kernel that increments them may be in the graph.
+void GraphMonitor::drop_last() { entries_.pop_back(); }
 
 std::optional<std::string> GraphMonitor::check(Clock::time_point now) {
   for (Entry& entry : entries_) {
-    const uint32_t ended = read(entry.mark.ended);  // first: it never overtakes `begun`
-    const uint32_t begun = read(entry.mark.begun);
-    if (begun == ended) continue;
-    if (entry.running != begun) {
-      entry.running = begun;
+    const uint32_t ended = read(entry.mark.ended);  // first: it never overtakes `started`
+    const uint32_t started = read(entry.mark.started);
+    if (started == ended) continue;
+    if (entry.running != started) {
+      entry.running = started;
       entry.since = now;
       continue;
     }
     if (now - entry.since < entry.timeout) continue;
     const std::chrono::duration<double> late = now - entry.since;
     return concat(entry.what, ", operation ", &entry - entries_.data() + 1, " of ", entries_.size(),
-                  " in graph ", graph_, " of the communicator, replay ", begun - entry.begun_before,
-                  ": expected it to end within ", entry.timeout.count(),
-                  " ms of its start, got none after ", late.count(),
+                  " in graph ", graph_, " of the communicator, replay ",
+                  started - entry.started_before, ": expected it to end within ",
+                  entry.timeout.count(), " ms of its start, got none after ", late.count(),
                   " s; a peer did not replay, or not the same graph: look at the other ranks");
   }
   return std::nullopt;

@@ -14,12 +14,12 @@ namespace torch_overlap {
 namespace {
 
 constexpr const char* kUniqueIdKey = "nccl_unique_id";
-// How long a launch that is not stuck may still hold the lock when the communicator is stopped.
+// Time for which a launch that is not stuck may hold the lock while the communicator is stopped.
 constexpr auto kStopGrace = std::chrono::milliseconds(500);
-// How long ncclCommAbort may take to raise its flags.
-constexpr auto kFlagsUp = std::chrono::milliseconds(100);
+// Time that ncclCommAbort may take to raise its flags.
+constexpr auto kAbortFlagsTimeout = std::chrono::milliseconds(100);
 
-// Rank 0 makes the id, the others read it from the store.
+// Rank 0 creates the ID; the others read it from the store.
 ncclUniqueId share_unique_id(const NcclApi& api, const BackendContext& context,
                              const std::string& op) {
   ncclUniqueId id{};
@@ -71,13 +71,13 @@ std::shared_ptr<NcclHandle> NcclHandle::create(const NcclApi& api, const Backend
     nccl_check(api, result, "ncclCommInitRankConfig");
   };
   if (!run_bounded_on_cuda(make, context.options.timeout)) {
-    // Raises the abort flags, on which the other thread comes out. NCCL has set the pointer before
-    // it began to talk to anybody; while it does, abort frees nothing that it needs.
+    // Raises the abort flags, which make the other thread return. NCCL set the pointer before it
+    // began to communicate; while it communicates, abort frees nothing that it needs.
     ncclComm_t comm = std::atomic_ref(native->comm).load();
-    run_bounded_on_cuda([&api, native, comm] { (void)api.comm_abort(comm); }, kComeOut);
+    run_bounded_on_cuda([&api, native, comm] { (void)api.comm_abort(comm); }, kNcclExitTimeout);
     timed_out(op, context.name, context.options.timeout);
   }
-  // NCCL returns when all ranks are there, so all have read it.
+  // NCCL returns when all ranks have joined, so all have read the ID.
   if (context.rank == 0) delete_keys(*context.store, {kUniqueIdKey});
   return std::shared_ptr<NcclHandle>(
       new NcclHandle(api, std::move(native), std::make_shared<std::timed_mutex>()));
@@ -117,7 +117,7 @@ void NcclHandle::free(const NcclApi& api, Native& native) {
   }
   const ncclResult_t result = api.comm_finalize(native.comm);
   if (result != ncclSuccess) {
-    (void)api.comm_abort(native.comm);  // frees it all the same
+    (void)api.comm_abort(native.comm);  // frees it too
     nccl_check(api, result, "ncclCommFinalize");
   }
   nccl_check(api, api.comm_destroy(native.comm), "ncclCommDestroy");
@@ -133,14 +133,14 @@ NcclHandle::~NcclHandle() {
           TORCH_WARN("NCCL communicator not freed: ", error.what());
         }
       },
-      kComeOut);
+      kNcclExitTimeout);
 }
 
 bool NcclHandle::close(Milliseconds limit) {
   return run_bounded_on_cuda(
       [self = shared_from_this()] {
         const std::lock_guard lock(self->mutex());
-        // No graph can come any more: the backend refuses new calls.
+        // No further graph can capture it: the backend rejects new calls.
         if (self->comm() != nullptr && self->graphs_ == 0) free(self->api_, *self->native_);
       },
       limit);
@@ -164,27 +164,27 @@ void NcclHandle::stop_now() {
   if (comm() == nullptr) return;
   cuda::use_device(native->device);
   std::unique_lock lock(*mutex_, kStopGrace);
-  if (comm() == nullptr) return;  // close() came first
+  if (comm() == nullptr) return;  // close() ran first
   if (!lock) {
     if (api_.comm_revoke != nullptr) {
       native->revoked = true;
       nccl_check(api_, api_.comm_revoke(native->comm, NCCL_REVOKE_DEFAULT), "ncclCommRevoke");
     }
-    if (!lock.try_lock_for(kComeOut)) {
+    if (!lock.try_lock_for(kNcclExitTimeout)) {
       fail(ErrorKind::kRuntime,
            "a thread is stuck inside NCCL and does not come out; the "
            "communicator is left to it");
     }
   }
   if (native->gone.exchange(true)) return;
-  lock.unlock();  // nobody else touches it any more
+  lock.unlock();  // no other thread uses it any more
   const auto abort = [&api = api_, native] {
     cuda::use_device(native->device);
     nccl_check(api, api.comm_abort(native->comm), "ncclCommAbort");
   };
   if (graphs_ == 0) return abort();
-  // Comes back when the last graph is gone: not to be waited for.
-  run_bounded_on_cuda(abort, kFlagsUp);
+  // Returns when the last graph is destroyed, so it is not waited for.
+  run_bounded_on_cuda(abort, kAbortFlagsTimeout);
 }
 
 }  // namespace torch_overlap

@@ -15,25 +15,25 @@
 namespace torch_overlap {
 namespace {
 
-constexpr int kOneSidedSince = 22900;
-constexpr size_t kMostStaging = 16 << 20;
-constexpr size_t kPage = NCCL_WIN_REQUIRED_ALIGNMENT;
-// A rank that fails early waits for those that wait for it in NCCL: for the unique id, for the
-// communicator, and for the first operation.
-constexpr int kStepsInNccl = 3;
+constexpr int kOneSidedMinVersion = 22900;
+constexpr size_t kMaxStagingBytes = 16 << 20;
+constexpr size_t kPageBytes = NCCL_WIN_REQUIRED_ALIGNMENT;
+// A rank that fails early waits for the ranks that still wait for it in NCCL, in each of these
+// steps: the unique ID, the communicator, and the first operation.
+constexpr int kNumNcclSteps = 3;
 
-size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+size_t round_up_to_page(size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
-// For as long as it lives the bootstrap is more patient.
-class Patience {
+// Changes the timeout of a bootstrap until destroyed.
+class ScopedTimeout {
  public:
-  Patience(Bootstrap& bootstrap, Milliseconds timeout)
+  ScopedTimeout(Bootstrap& bootstrap, Milliseconds timeout)
       : bootstrap_(bootstrap), before_(bootstrap.timeout()) {
     bootstrap.set_timeout(timeout);
   }
-  ~Patience() { bootstrap_.set_timeout(before_); }
-  Patience(const Patience&) = delete;
-  Patience& operator=(const Patience&) = delete;
+  ~ScopedTimeout() { bootstrap_.set_timeout(before_); }
+  ScopedTimeout(const ScopedTimeout&) = delete;
+  ScopedTimeout& operator=(const ScopedTimeout&) = delete;
 
  private:
   Bootstrap& bootstrap_;
@@ -58,14 +58,15 @@ RemotePieces remote_pieces(const void* from, size_t bytes, size_t offset, const 
 
 Backend::RemoteSupport OneSided::support(const NcclApi& api, int size) {
   const int version = api.version();
-  if (version < kOneSidedSince || api.put_signal == nullptr ||
+  if (version < kOneSidedMinVersion || api.put_signal == nullptr ||
       api.comm_window_register == nullptr) {
-    return {.can = false,
-            .why = concat("one-sided operations need NCCL ", nccl_version_string(kOneSidedSince),
-                          " or newer, and ", nccl_version_string(version), " is loaded")};
+    return {
+        .can = false,
+        .why = concat("one-sided operations need NCCL ", nccl_version_string(kOneSidedMinVersion),
+                      " or newer, and ", nccl_version_string(version), " is loaded")};
   }
-  // NCCL binds every window to a multicast object as soon as three GPUs share an NVLink domain.
-  if (size > 2 && api.may_nvls) {
+  // NCCL binds every window to a multicast object if three or more GPUs share an NVLink domain.
+  if (size > 2 && api.is_nvls_enabled) {
     return {.can = false,
             .why =
                 "NCCL's one-sided operations would make NVLink multicast objects of windows; "
@@ -83,7 +84,7 @@ OneSided::OneSided(const SymmetricMemory& memory)
       pad_(memory.signals().own()) {}
 
 size_t OneSided::counts_bytes() const {
-  return whole_pages(static_cast<size_t>(size_) * SignalPad::kLineBytes);
+  return round_up_to_page(static_cast<size_t>(size_) * SignalPad::kSlotBytes);
 }
 
 uint64_t* OneSided::count_for(int dst) const {
@@ -95,7 +96,7 @@ void OneSided::stop() {
     const std::lock_guard lock(stop_mutex_);
     is_stopped_ = true;
   }
-  if (const auto handle = adopted()) handle->stop(Milliseconds(0));
+  if (const auto handle = get_handle()) handle->stop(Milliseconds(0));
 }
 
 void OneSided::require_running() {
@@ -103,23 +104,23 @@ void OneSided::require_running() {
   TORCH_OVERLAP_CHECK(!is_stopped_, kState, "a communicator that was aborted meanwhile");
 }
 
-void OneSided::adopt(std::shared_ptr<NcclHandle> handle) {
+void OneSided::set_handle(std::shared_ptr<NcclHandle> handle) {
   const std::lock_guard lock(stop_mutex_);
   handle_ = std::move(handle);
 }
 
-std::shared_ptr<NcclHandle> OneSided::adopted() {
+std::shared_ptr<NcclHandle> OneSided::get_handle() {
   const std::lock_guard lock(stop_mutex_);
   return handle_;
 }
 
 void OneSided::allocate() {
-  staging_bytes_ = std::min(kMostStaging, whole_pages(bytes_));
+  staging_bytes_ = std::min(kMaxStagingBytes, round_up_to_page(bytes_));
   staging_ =
       symmetric_empty({static_cast<int64_t>(counts_bytes() + staging_bytes_)}, at::kByte, device_);
 }
 
-OneSided::Place OneSided::place() const {
+OneSided::TensorLocation OneSided::place() const {
   if (data_ == nullptr) return {};
   const auto& driver = cuda::Driver::loaded();
   const auto address = reinterpret_cast<CUdeviceptr>(data_);
@@ -129,8 +130,10 @@ OneSided::Place OneSided::place() const {
   return {static_cast<size_t>(address - base), bytes};
 }
 
-// Collective: where each rank's tensor is. NCCL wants allocations of one size.
-void OneSided::exchange_places(Bootstrap& bootstrap, std::string_view op, const Place& mine) {
+// Collective. Exchanges the location of each rank's tensor. NCCL requires allocations of equal
+// size.
+void OneSided::exchange_locations(Bootstrap& bootstrap, std::string_view op,
+                                  const TensorLocation& mine) {
   allocation_bytes_ = mine.allocation_bytes;
   const auto all = bootstrap.all_gather(pack({concat(mine.offset), concat(mine.allocation_bytes)}));
   const auto first = unpack(all[0]);
@@ -157,18 +160,19 @@ ncclWindow_t OneSided::add_window(void* data, size_t bytes) {
   return window;
 }
 
-void OneSided::enter(const std::vector<int>& peers) {
+void OneSided::register_windows(const std::vector<int>& peers) {
   cuda::use_device(device_.index());
   const std::lock_guard lock(handle_->mutex());
   TORCH_OVERLAP_CHECK(handle_->comm() != nullptr, kState,
                       "expected a live communicator, got one that was aborted");
-  // All of the allocation: over a network NCCL counts from its begin, and not from the window's.
+  // Registers the whole allocation: over a network NCCL counts from its start, not the window's.
   if (data_ != nullptr) {
     data_window_ = add_window(static_cast<std::byte*>(data_) - offsets_[rank_], allocation_bytes_);
   }
   pad_window_ = add_window(pad_, SignalPad::bytes(size_));
   (void)add_window(staging(), staging_.nbytes());
-  // At the first operation NCCL makes what all need, with all ranks: later a rank would be alone.
+  // At the first operation NCCL creates shared state, which all ranks must join: later a rank would
+  // wait for the others.
   const cuda::OwnedStream stream(device_.index(), /*high_priority=*/false);
   for (const int peer : peers) {
     put_from(count_for(peer), sizeof(uint64_t), peer, pad_window_, SignalPad::offset(rank_),
@@ -189,14 +193,14 @@ void OneSided::open(const NcclApi& api, const BackendContext& context, Bootstrap
                           memory.unreachable_pair(), "), got: ", fault.text);
     }
   };
-  Place mine;
+  TensorLocation mine;
   step([&] {
     require_running();
     allocate();
     mine = place();
   });
-  agree(bootstrap, op, fault);
-  exchange_places(bootstrap, op, mine);
+  throw_if_any_failed(bootstrap, op, fault);
+  exchange_locations(bootstrap, op, mine);
 
   std::vector<int> peers;
   for (int rank = 0; rank < size_; ++rank) {
@@ -205,24 +209,26 @@ void OneSided::open(const NcclApi& api, const BackendContext& context, Bootstrap
   if (peers.empty()) peers.push_back(rank_);
   step([&] {
     require_running();
-    adopt(NcclHandle::create(api, context, "the window's native communicator"));
+    set_handle(NcclHandle::create(api, context, "the window's native communicator"));
     require_running();
-    // The tensor's memory lives as long as the thread needs it.
-    const auto enter = [self = shared_from_this(), peers, kept = memory.shared_from_this()] {
+    // The captured reference keeps the tensor's memory alive until the thread ends.
+    const auto register_windows = [self = shared_from_this(), peers,
+                                   kept = memory.shared_from_this()] {
       try {
-        self->enter(peers);
+        self->register_windows(peers);
       } catch (const NcclError& error) {
         if (!error.is_refusal()) throw;
         fail(ErrorKind::kUnsupported, error.what(), "; NCCL_DEBUG=INFO shows what it lacks");
       }
     };
-    TORCH_OVERLAP_CHECK(run_bounded_on_cuda(enter, context.options.timeout), kTimeout,
+    TORCH_OVERLAP_CHECK(run_bounded_on_cuda(register_windows, context.options.timeout), kTimeout,
                         "no answer within ", context.options.timeout.count(),
                         " ms; look for the rank that did not come");
   });
-  const Patience patience(bootstrap, kStepsInNccl * context.options.timeout + NcclHandle::kComeOut);
+  const ScopedTimeout patience(
+      bootstrap, kNumNcclSteps * context.options.timeout + NcclHandle::kNcclExitTimeout);
   try {
-    agree(bootstrap, op, fault);
+    throw_if_any_failed(bootstrap, op, fault);
   } catch (...) {
     stop();
     throw;
@@ -239,37 +245,39 @@ void OneSided::put_from(const void* from, size_t bytes, int dst, ncclWindow_t wi
 }
 
 void OneSided::put(const void* from, size_t bytes, int dst, size_t offset, cudaStream_t stream,
-                   bool& begun) {
+                   bool& has_launched) {
   const std::lock_guard lock(handle_->mutex());
   TORCH_OVERLAP_CHECK(handle_->comm() != nullptr, kState,
                       "put: expected a live communicator, got one that was stopped");
-  std::byte* const room = staging() + counts_bytes();
+  std::byte* const staging_data = staging() + counts_bytes();
   for (const auto& piece : remote_pieces(from, bytes, offset, data_, bytes_, staging_bytes_)) {
     if (piece.is_staged) {
-      begun = true;  // the copy is on the stream, whatever NCCL then says
-      cuda::check(cudaMemcpyAsync(room, piece.from, piece.bytes, cudaMemcpyDeviceToDevice, stream),
-                  "put");
+      has_launched = true;  // the copy is enqueued, even if NCCL then fails
+      cuda::check(
+          cudaMemcpyAsync(staging_data, piece.from, piece.bytes, cudaMemcpyDeviceToDevice, stream),
+          "put");
     }
-    put_from(piece.is_staged ? room : piece.from, piece.bytes, dst, data_window_,
+    put_from(piece.is_staged ? staging_data : piece.from, piece.bytes, dst, data_window_,
              offsets_[dst] + piece.offset, stream);
-    begun = true;
+    has_launched = true;
   }
 }
 
-void OneSided::signal(int dst, const cuda::WaitBoard& board, cudaStream_t stream, bool& begun) {
+void OneSided::signal(int dst, const cuda::DeviceWaitMonitor& monitor, cudaStream_t stream,
+                      bool& has_launched) {
   const std::lock_guard lock(handle_->mutex());
   TORCH_OVERLAP_CHECK(handle_->comm() != nullptr, kState,
                       "signal: expected a live communicator, got one that was stopped");
   uint64_t* const count = count_for(dst);
-  board.signal(count, stream);
-  begun = true;  // counted: it goes with the next one if this does not
+  monitor.signal(count, stream);
+  has_launched = true;  // counted: if this put fails, the next one delivers it
   put_from(count, sizeof(*count), dst, pad_window_, SignalPad::offset(rank_), stream);
 }
 
 void OneSided::close(std::chrono::milliseconds limit) {
-  const auto handle = adopted();
-  if (!handle) return;  // its registration is under way
-  // Nobody needs it any more, so nothing is lost but what NCCL keeps.
+  const auto handle = get_handle();
+  if (!handle) return;  // it is still being created
+  // No rank needs it any more, so a failure only leaks NCCL's resources.
   try {
     if (handle->close(limit)) return;
     TORCH_WARN("NCCL did not free what a window had within ", limit.count(),

@@ -11,16 +11,16 @@
 namespace torch_overlap {
 namespace {
 
-constexpr int kMapsSegmentsSince = 22900;  // memory of several allocations
+constexpr int kMultiSegmentMinVersion = 22900;  // supports buffers that span allocations
 
-bool has_equal_parts(const Blocks& blocks) {
+bool has_equal_parts(const RankTensors& blocks) {
   return std::all_of(blocks.parts.begin(), blocks.parts.end(), [&](const at::Tensor& part) {
     return part.numel() == blocks.parts.front().numel();
   });
 }
 
-// Room for `count` parts of `numel` elements, one behind the other.
-at::Tensor flat_room(const at::Tensor& like, int count) {
+// Allocates one buffer for `count` parts with the size of `like`.
+at::Tensor make_flat_buffer(const at::Tensor& like, int count) {
   return at::empty({count * like.numel()}, like.options());
 }
 
@@ -34,12 +34,12 @@ NcclPrimitives::Piece NcclPrimitives::target(const at::Tensor& tensor) {
   return {tensor.mutable_data_ptr(), tensor.nbytes()};
 }
 
-// Where torch's own memory can be mapped too (expandable segments), nothing is gained by a copy.
-at::Tensor NcclPrimitives::room_for(const at::Tensor& tensor) const {
-  if (!goes_apart_ || !is_mapped(tensor)) return {};
-  auto room = at::empty(tensor.sizes(), tensor.options());
-  if (!is_mapped(room)) return room;
-  if (api_.version() < kMapsSegmentsSince) {
+// If torch's own memory can be mapped too (expandable segments), a copy would gain nothing.
+at::Tensor NcclPrimitives::make_staging(const at::Tensor& tensor) const {
+  if (!should_stage_ || !is_mapped(tensor)) return {};
+  auto staging = at::empty(tensor.sizes(), tensor.options());
+  if (!is_mapped(staging)) return staging;
+  if (api_.version() < kMultiSegmentMinVersion) {
     TORCH_WARN_ONCE(
         "captured sends and receives: expected torch's allocator to give memory that NCCL does not "
         "map into the peer, got some that it does (expandable segments?); NCCL before 2.29 waits "
@@ -49,37 +49,37 @@ at::Tensor NcclPrimitives::room_for(const at::Tensor& tensor) const {
   return {};
 }
 
-bool NcclPrimitives::any_mapped(const Blocks& blocks) const {
+bool NcclPrimitives::any_mapped(const RankTensors& blocks) const {
   if (blocks.is_uniform_flat()) return is_mapped(blocks.flat);
   return std::any_of(blocks.parts.begin(), blocks.parts.end(),
                      [this](const at::Tensor& part) { return is_mapped(part); });
 }
 
 NcclPrimitives::Piece NcclPrimitives::sent(const at::Tensor& tensor) {
-  const auto copy = room_for(tensor);
+  const auto copy = make_staging(tensor);
   if (!copy.defined()) return source(tensor);
   copy.copy_(tensor);
-  copies_.push_back(copy);
+  send_copies_.push_back(copy);
   return source(copy);
 }
 
 NcclPrimitives::Piece NcclPrimitives::received(const at::Tensor& tensor) {
-  const auto room = room_for(tensor);
-  if (!room.defined()) return target(tensor);
-  arrivals_.push_back({tensor, room});
-  return target(room);
+  const auto staging = make_staging(tensor);
+  if (!staging.defined()) return target(tensor);
+  pending_copies_.push_back({tensor, staging});
+  return target(staging);
 }
 
 void NcclPrimitives::submit(NcclGroup& group) {
   group.end();
-  begun_ = true;
-  for (const auto& [tensor, room] : arrivals_) tensor.copy_(room);
-  arrivals_.clear();
-  copies_.clear();
+  has_launched_ = true;
+  for (const auto& [tensor, staging] : pending_copies_) tensor.copy_(staging);
+  pending_copies_.clear();
+  send_copies_.clear();
 }
 
 template <typename Of>
-NcclPrimitives::Pieces NcclPrimitives::pieces(const Blocks& blocks, const Of& of) const {
+NcclPrimitives::Pieces NcclPrimitives::pieces(const RankTensors& blocks, const Of& of) const {
   Pieces pieces;
   for (const auto& part : blocks.parts) pieces.push_back(of(part));
   if (blocks.is_uniform_flat()) {
@@ -92,11 +92,11 @@ NcclPrimitives::Pieces NcclPrimitives::pieces(const Blocks& blocks, const Of& of
   return pieces;
 }
 
-NcclPrimitives::Pieces NcclPrimitives::all_sent(const Blocks& blocks) {
+NcclPrimitives::Pieces NcclPrimitives::all_sent(const RankTensors& blocks) {
   return pieces(blocks, [this](const at::Tensor& tensor) { return sent(tensor); });
 }
 
-NcclPrimitives::Pieces NcclPrimitives::all_received(const Blocks& blocks) {
+NcclPrimitives::Pieces NcclPrimitives::all_received(const RankTensors& blocks) {
   return pieces(blocks, [this](const at::Tensor& tensor) { return received(tensor); });
 }
 
@@ -128,37 +128,38 @@ void NcclPrimitives::p2p(const std::vector<P2POp>& ops) {
 
 void NcclPrimitives::broadcast(const at::Tensor& tensor, int root) {
   const Piece piece = target(tensor);
-  submitted(api_.broadcast(piece.data, piece.data, piece.bytes, ncclUint8, root, comm_, stream_),
-            "ncclBroadcast");
+  check_and_set_launched(
+      api_.broadcast(piece.data, piece.data, piece.bytes, ncclUint8, root, comm_, stream_),
+      "ncclBroadcast");
 }
 
 void NcclPrimitives::all_reduce(const at::Tensor& tensor, const ReduceOp& op) {
   const auto native = nccl_reduction(tensor.scalar_type(), op);
   if (!native) {
-    goes_apart_ = true;  // to and from memory of ours
+    should_stage_ = true;  // the composition exchanges internal buffers
     return composed_all_reduce(*this, tensor, op);
   }
   const NcclRedOp red_op(api_, comm_, *native, op);
   void* data = target(tensor).data;
-  submitted(api_.all_reduce(data, data, tensor.numel() * native->elements_per_item, native->dtype,
-                            red_op.get(), comm_, stream_),
-            "ncclAllReduce");
+  check_and_set_launched(api_.all_reduce(data, data, tensor.numel() * native->elements_per_item,
+                                         native->dtype, red_op.get(), comm_, stream_),
+                         "ncclAllReduce");
 }
 
 void NcclPrimitives::reduce(const at::Tensor& tensor, const ReduceOp& op, int root) {
   const auto native = nccl_reduction(tensor.scalar_type(), op);
   if (!native) {
-    goes_apart_ = true;  // to and from memory of ours
+    should_stage_ = true;  // the composition exchanges internal buffers
     return composed_reduce(*this, tensor, op, root);
   }
   const NcclRedOp red_op(api_, comm_, *native, op);
   void* data = target(tensor).data;  // NCCL writes to it at the root only
-  submitted(api_.reduce(data, data, tensor.numel() * native->elements_per_item, native->dtype,
-                        red_op.get(), root, comm_, stream_),
-            "ncclReduce");
+  check_and_set_launched(api_.reduce(data, data, tensor.numel() * native->elements_per_item,
+                                     native->dtype, red_op.get(), root, comm_, stream_),
+                         "ncclReduce");
 }
 
-void NcclPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
+void NcclPrimitives::all_gather(const RankTensors& out, const at::Tensor& tensor) {
   const Piece mine = source(tensor);
   if (!has_equal_parts(out)) {
     const Pieces to = pieces(out, target);
@@ -171,19 +172,20 @@ void NcclPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
     return submit(group);
   }
   if (mine.bytes == 0) return;
-  const at::Tensor flat = out.flat.defined() ? out.flat : flat_room(tensor, size());
-  submitted(api_.all_gather(mine.data, target(flat).data, mine.bytes, ncclUint8, comm_, stream_),
-            "ncclAllGather");
+  const at::Tensor flat = out.flat.defined() ? out.flat : make_flat_buffer(tensor, size());
+  check_and_set_launched(
+      api_.all_gather(mine.data, target(flat).data, mine.bytes, ncclUint8, comm_, stream_),
+      "ncclAllGather");
   if (out.flat.defined()) return;
   const auto rows = flat.view({size(), -1});
   for (int r = 0; r < size(); ++r) out.parts[r].view({-1}).copy_(rows[r]);
 }
 
-void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
+void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const RankTensors& in,
                                     const ReduceOp& op) {
   const auto native = nccl_reduction(tensor.scalar_type(), op);
   if (!native) {
-    goes_apart_ = true;  // to and from memory of ours
+    should_stage_ = true;  // the composition exchanges internal buffers
     return composed_reduce_scatter(*this, tensor, in, op);
   }
   const NcclRedOp red_op(api_, comm_, *native, op);
@@ -204,19 +206,19 @@ void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
   if (tensor.numel() == 0) return;
   at::Tensor flat = in.flat;
   if (!flat.defined()) {
-    flat = flat_room(tensor, size());
+    flat = make_flat_buffer(tensor, size());
     const auto rows = flat.view({size(), -1});
     for (int r = 0; r < size(); ++r) rows[r].copy_(in.parts[r].view({-1}));
   }
-  submitted(
+  check_and_set_launched(
       api_.reduce_scatter(source(flat).data, result, tensor.numel() * native->elements_per_item,
                           native->dtype, red_op.get(), comm_, stream_),
       "ncclReduceScatter");
 }
 
-void NcclPrimitives::all_to_all(const Blocks& out, const Blocks& in) {
-  // One that is in place comes with a copy of what is sent.
-  goes_apart_ = goes_apart_ || any_mapped(out) != any_mapped(in);
+void NcclPrimitives::all_to_all(const RankTensors& out, const RankTensors& in) {
+  // An in-place call passes a copy of the data to send, which may not be mapped.
+  should_stage_ = should_stage_ || any_mapped(out) != any_mapped(in);
   const Pieces to = all_received(out);
   const Pieces from = all_sent(in);
   NcclGroup group(api_);
@@ -228,11 +230,12 @@ void NcclPrimitives::all_to_all(const Blocks& out, const Blocks& in) {
 }
 
 void NcclPrimitives::barrier() {
-  submitted(api_.all_reduce(one_byte_, one_byte_, 1, ncclUint8, ncclMax, comm_, stream_),
-            "ncclAllReduce");
+  check_and_set_launched(
+      api_.all_reduce(barrier_buffer_, barrier_buffer_, 1, ncclUint8, ncclMax, comm_, stream_),
+      "ncclAllReduce");
 }
 
-void NcclPrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int root) {
+void NcclPrimitives::scatter(const at::Tensor& tensor, const RankTensors& in, int root) {
   const Piece to = received(tensor);
   const Pieces from = rank() == root ? all_sent(in) : Pieces{};
   NcclGroup group(api_);
@@ -241,7 +244,7 @@ void NcclPrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int roo
   submit(group);
 }
 
-void NcclPrimitives::gather(const Blocks& out, const at::Tensor& tensor, int root) {
+void NcclPrimitives::gather(const RankTensors& out, const at::Tensor& tensor, int root) {
   const Piece from = sent(tensor);
   const Pieces to = rank() == root ? all_received(out) : Pieces{};
   NcclGroup group(api_);

@@ -81,7 +81,7 @@ uint64_t bits_of(double value) {
   return bits;
 }
 
-// `value` in the memory format of `dtype`.
+// Returns `value` in the memory format of `dtype`.
 uint64_t scalar_bits(ncclDataType_t dtype, double value) {
   switch (dtype) {
     case ncclFloat16:

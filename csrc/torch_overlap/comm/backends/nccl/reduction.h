@@ -10,28 +10,28 @@
 
 namespace torch_overlap {
 
-// One reduction of one dtype in NCCL's terms.
+// A reduction of one dtype in NCCL's terms.
 struct NativeReduction {
   ncclDataType_t dtype;
-  ncclRedOp_t op;             // ncclSum for PREMUL_SUM, which NcclRedOp turns into its own
+  ncclRedOp_t op;             // ncclSum for PREMUL_SUM, which NcclRedOp replaces by its own
   int elements_per_item = 1;  // 2 for a complex dtype, which is reduced as pairs of reals
 };
 
-// Empty if NCCL has no such reduction, and composed.h takes over: bitwise ones, the logical xor of
-// bool, 16-bit integers and uncommon dtypes. fp8 too: NCCL would round to 8 bits at every hop, and
-// needs sm_90 on all ranks.
+// Returns an empty value if NCCL has no such reduction, and composed.h takes over: bitwise ones,
+// the logical xor of bool, 16-bit integers and uncommon dtypes. Also for fp8: NCCL would round to 8
+// bits at every hop, and needs sm_90 on all ranks.
 //
-// The answer depends on dtype and operation alone, so that all ranks take the same way.
+// The result depends only on dtype and operation, so that all ranks use the same implementation.
 TORCH_OVERLAP_API std::optional<NativeReduction> native_reduction(at::ScalarType dtype,
                                                                   const ReduceOp& op);
-// The same for reductions that NCCL itself shall do. Also empty for MIN and MAX of floats, of which
-// NCCL drops a NaN that only some ranks have: a NaN propagates, as in torch.maximum().
+// Returns the same for reductions that NCCL itself runs. Also empty for MIN and MAX of floats: NCCL
+// drops a NaN that only some ranks have, but it must propagate, as in torch.maximum().
 TORCH_OVERLAP_API std::optional<NativeReduction> nccl_reduction(at::ScalarType dtype,
                                                                 const ReduceOp& op);
 
-// The handle of a reduction for one call: NCCL's own operator, or for PREMUL_SUM one that is made
-// and destroyed here. NCCL lets it go as soon as the calls that use it have returned, groups
-// included.
+// The operator of a reduction for one call: a predefined one or, for PREMUL_SUM, one that is
+// created and destroyed here. NCCL allows that as soon as the calls that use it have returned,
+// groups included.
 class NcclRedOp {
  public:
   NcclRedOp(const NcclApi& api, ncclComm_t comm, const NativeReduction& native, const ReduceOp& op);

@@ -20,7 +20,7 @@ std::shared_ptr<OneSided> RemoteWindows::open(const NcclApi& api, const BackendC
     const std::lock_guard lock(mutex_);
     std::erase_if(windows_, [](const auto& weak) { return weak.expired(); });
     windows_.push_back(made);
-    if (is_stopped_) made->stop();  // which the others hear of in open()
+    if (is_stopped_) made->stop();  // open() then fails on all ranks
   }
   made->open(api, own, bootstrap, op, memory);
   return made;

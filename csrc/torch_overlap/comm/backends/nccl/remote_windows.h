@@ -8,17 +8,17 @@
 
 namespace torch_overlap {
 
-// The windows of a communicator that go through NCCL: each has a native communicator of its own,
-// which ends no later than that of the collectives. Threads: any.
+// The windows of a communicator that go through NCCL. Each has a native communicator of its own,
+// which ends no later than that of the collectives. Thread-safe.
 class RemoteWindows {
  public:
   std::shared_ptr<OneSided> open(const NcclApi& api, const BackendContext& context,
                                  Bootstrap& bootstrap, std::string_view op,
                                  SymmetricMemory& memory);
-  // All that live, and those that are being made: these at their next step, or inside NCCL once
-  // they have a native communicator. Does not wait for it.
+  // Stops all live windows, and those that are being created: these end at their next step, or
+  // inside NCCL once they have a native communicator. Does not wait.
   void stop();
-  // Every operation has ended.
+  // Closes all live windows. Every operation must have ended.
   void close(Milliseconds limit);
 
  private:

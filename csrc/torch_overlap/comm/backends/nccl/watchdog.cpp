@@ -30,8 +30,8 @@ class Watchdog {
 
  private:
   Watchdog() {
-    // Registered after CUDA's own handler, so run before it: when this returns no tick is under
-    // way, and none comes any more. A tick that hangs is not waited for.
+    // Registered after CUDA's own exit handler, so it runs before it: once this returns, no tick is
+    // running, and none starts. A tick that hangs is not waited for.
     (void)std::atexit([] { (void)instance().ticking_.try_lock_for(std::chrono::seconds(1)); });
     std::thread([this] { run(); }).detach();
   }

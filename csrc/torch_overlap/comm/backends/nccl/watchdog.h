@@ -4,17 +4,18 @@
 
 namespace torch_overlap {
 
-// Something that wants to be looked at now and then.
+// An object that the watchdog polls.
 class Watched {
  public:
   virtual ~Watched() = default;
-  // On the watchdog's thread. May not wait for anything that another thread could hold for long, so
-  // it drops no tensor (graveyard.h), nor does the end of its last reference.
+  // Called on the watchdog's thread. Must not wait for anything that another thread could hold for
+  // long, and so must not release a tensor (deferred_deleter.h). The same holds for the destructor,
+  // if the watchdog drops the last reference.
   virtual void tick() noexcept = 0;
 };
 
-// One thread for all communicators of the process; calls each one's tick() every kWatchdogPeriod
-// for as long as it lives.
+// Adds an object to the watchdog, one thread for all communicators of the process. It calls tick()
+// periodically for as long as the object lives.
 void watch(std::weak_ptr<Watched> watched);
 
 }  // namespace torch_overlap

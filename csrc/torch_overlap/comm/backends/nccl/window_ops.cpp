@@ -1,5 +1,5 @@
-// One-sided operations: between GPUs that see each other's memory, and through NCCL where they do
-// not (one_sided.h).
+// One-sided operations between GPUs that map each other's memory, and through NCCL otherwise
+// (one_sided.h).
 #include "torch_overlap/comm/backends/nccl/one_sided.h"
 #include "torch_overlap/comm/backends/nccl/primitives.h"
 #include "torch_overlap/common/cuda/check.h"
@@ -8,11 +8,11 @@
 namespace torch_overlap {
 namespace {
 
-// From here on the copy engine moves a put, and no SM. Below, a kernel starts sooner between
-// kernels: benchmarks/window.py compares it with a plain copy.
-constexpr size_t kCopyEngineFrom = 4 << 20;
+// From this size on the copy engine moves a put without an SM. Below it, a kernel starts sooner
+// between other kernels.
+constexpr size_t kMinCopyEngineBytes = 4 << 20;
 
-// Of a window of this backend, which made it (NcclBackend::open_remote).
+// Valid for a window of this backend, which created the object (NcclBackend::open_remote).
 OneSided& one_sided(const SymmetricMemory& window) {
   return static_cast<OneSided&>(*window.remote());
 }
@@ -23,11 +23,11 @@ void NcclPrimitives::put(SymmetricMemory& window, const at::Tensor& tensor, int 
                          int64_t offset) {
   const Piece from = source(tensor);
   if (!window.is_reachable(dst)) {
-    return one_sided(window).put(from.data, from.bytes, dst, offset, stream_, begun_);
+    return one_sided(window).put(from.data, from.bytes, dst, offset, stream_, has_launched_);
   }
   void* const to = static_cast<std::byte*>(window.pointer(dst)) + offset;
   if (from.bytes == 0 || from.data == to) return;
-  if (from.bytes < kCopyEngineFrom) {
+  if (from.bytes < kMinCopyEngineBytes) {
     cuda::check(cuda::launch_put(to, from.data, from.bytes, stream_), "put");
   } else {
     cuda::check(cudaMemcpyAsync(to, from.data, from.bytes, cudaMemcpyDeviceToDevice, stream_),
@@ -37,7 +37,7 @@ void NcclPrimitives::put(SymmetricMemory& window, const at::Tensor& tensor, int 
 
 void NcclPrimitives::signal(SymmetricMemory& window, int dst) {
   if (!window.is_reachable(dst)) {
-    return one_sided(window).signal(dst, runtime_->waits(), stream_, begun_);
+    return one_sided(window).signal(dst, runtime_->waits(), stream_, has_launched_);
   }
   runtime_->waits().signal(window, dst, stream_);
 }

@@ -14,9 +14,9 @@
 namespace torch_overlap {
 namespace {
 
-// Short operations end while the thread spins; for long ones it sleeps between questions.
-constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr auto kNap = std::chrono::microseconds(50);
+// A wait spins while short operations end; for long ones it sleeps between polls.
+constexpr auto kSpinTime = std::chrono::microseconds(50);
+constexpr auto kPollInterval = std::chrono::microseconds(50);
 
 void stream_waits(c10::cuda::CUDAStream stream, cudaEvent_t event) {
   cuda::check(cudaStreamWaitEvent(stream.stream(), event, 0), "cudaStreamWaitEvent");
@@ -32,16 +32,17 @@ CudaWork::CudaWork(std::shared_ptr<CommRuntime> runtime, Call call, c10::cuda::C
       issued_on_(issued_on),
       stream_(issued_on),
       capture_(capture),
-      events_(runtime_->events.take()) {
-  call_.comm = runtime_->name;  // the caller's name may be gone before this work is
+      events_(runtime_->events.acquire()) {
+  call_.comm = runtime_->name;  // the caller's string may be destroyed before this work
   if (capture_ != 0 && call_.record) call_.record->captured();
 }
 
-CudaWork::~CudaWork() { runtime_->events.give(events_); }
+CudaWork::~CudaWork() { runtime_->events.release(events_); }
 
 void CudaWork::release(std::optional<c10::cuda::CUDAStream> stream) {
   if (released_.exchange(true, std::memory_order_acq_rel)) return;
-  // Moved out first: describe() stays valid, and destructors run on a finished object.
+  // Moved out first: describe() stays valid, and the destructors run when this object is up to
+  // date.
   Call dropped;
   dropped.tensor = std::move(call_.tensor);
   dropped.in = std::move(call_.in);
@@ -62,7 +63,7 @@ void CudaWork::release_all() {
   const auto window = std::move(call_.window);
 }
 
-void CudaWork::has_started(Clock::time_point now) {
+void CudaWork::set_started(Clock::time_point now) {
   started = now;
   if (call_.record) call_.record->started();
 }
@@ -78,7 +79,7 @@ bool CudaWork::has_ended() {
     return false;
   }
   if (status == cudaSuccess) {
-    end_is_known();
+    on_ended();
     return true;
   }
   try {
@@ -89,9 +90,9 @@ bool CudaWork::has_ended() {
   return true;
 }
 
-void CudaWork::end_is_known() {
+void CudaWork::on_ended() {
   runtime_->check_waits();
-  // After a failure an operation ends because it was aborted: that is not completion.
+  // After a failure an operation ends because it was aborted, which is not completion.
   if (runtime_->failure.is_set()) return;
   if (call_.record) call_.record->ended(nullptr);
   completed_.store(true, std::memory_order_release);
@@ -123,8 +124,8 @@ void CudaWork::wait() {
     runtime_->failure.rethrow_if_set();
     if (current != stream_) {
       if (cuda::capture_of(current.stream())) {
-        // A wait for an event of outside would break the capture: it is legal only where none is
-        // due.
+        // Waiting for an event from outside would break the capture: wait() is legal only if the
+        // operation has ended.
         TORCH_OVERLAP_CHECK(has_ended(), kState, call_.describe(),
                             ": expected wait() before the capture began, got it inside; an "
                             "operation that was issued outside a graph cannot be joined by one");
@@ -140,7 +141,7 @@ void CudaWork::wait() {
 
 void CudaWork::wait_in_capture(c10::cuda::CUDAStream current) {
   if (current == stream_) return;
-  // The stream is in the capture for as long as the capture lasts.
+  // The stream stays in the capture until the capture ends.
   if (cuda::capture_of(stream_.stream()).id != capture_) return;
   const cuda::Capture here = cuda::capture_of(current.stream());
   TORCH_OVERLAP_CHECK(!here || here.id == capture_, kState, call_.describe(),
@@ -158,14 +159,14 @@ void CudaWork::wait_blocking(std::optional<std::chrono::milliseconds> timeout) {
   const auto begin = Clock::now();
   while (!is_completed()) {
     const auto waited = Clock::now() - begin;
-    if (timeout && waited >= bounded_timeout(*timeout)) {
+    if (timeout && waited >= clamp_timeout(*timeout)) {
       fail(ErrorKind::kTimeout, call_.describe(), ": expected the end within ", timeout->count(),
            " ms of wait_blocking(), got none; it goes on and can be waited for again");
     }
-    if (waited < kSpin) {
+    if (waited < kSpinTime) {
       std::this_thread::yield();
     } else {
-      std::this_thread::sleep_for(kNap);
+      std::this_thread::sleep_for(kPollInterval);
     }
   }
   if (!completed_.load(std::memory_order_acquire)) runtime_->failure.rethrow_if_set();

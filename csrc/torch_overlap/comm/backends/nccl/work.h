@@ -17,18 +17,19 @@ namespace torch_overlap {
 //
 // Tensors. An operation on the current stream holds none; an async one holds all of them until (a)
 // wait() on the stream that issued it, or (b) the communicator sees that the operation has ended.
-// From (a) on the order of that stream protects them, also those that were allocated on another
-// stream: torch's allocator is told of each (record_stream), and gives its memory to nobody before
-// the stream has come to where it is freed. Memory of the stream itself is not held longer for it.
-// An async operation in a capture holds them until (a), or until the graph is gone: a leaf of the
-// graph runs beside what comes later in the capture, and must not lend it its memory.
+// From (a) on the order of that stream protects them, including those that were allocated on
+// another stream: each is recorded with torch's allocator (record_stream), which does not reuse its
+// memory before the stream has reached the point at which it is freed. Memory of the stream itself
+// is not held longer for it. An async operation in a capture holds them until (a), or until the
+// graph is destroyed: a leaf of the graph runs concurrently with later work of the capture, which
+// must not get the leaf's memory.
 //
-// Threads: any. It takes no lock, and never calls into NCCL.
+// Thread-safe. Takes no lock, and never calls into NCCL.
 class CudaWork final : public TorchWork {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `capture`: the id of the capture that the operation becomes part of, 0 for none.
+  // `capture` is the ID of the capture that the operation becomes part of, or 0.
   CudaWork(std::shared_ptr<CommRuntime> runtime, Call call, c10::cuda::CUDAStream issued_on,
            unsigned long long capture);
   ~CudaWork() override;
@@ -45,25 +46,26 @@ class CudaWork final : public TorchWork {
   const Call& call() const { return call_; }
   cudaEvent_t ready() const { return events_.ready; }
   cudaEvent_t end() const { return events_.end; }
-  void runs_on(c10::cuda::CUDAStream stream) { stream_ = stream; }
-  // Before it is issued: memory of a window that the operation touches.
-  void uses(std::shared_ptr<SymmetricMemory> window) { call_.window = std::move(window); }
-  // The device has passed the end event, whatever came of the operation. False while captured. An
-  // error of the device is noted as the communicator's failure, on which the watchdog acts.
+  void set_stream(c10::cuda::CUDAStream stream) { stream_ = stream; }
+  // Sets the window whose memory the operation uses. Called before the operation is issued.
+  void set_window(std::shared_ptr<SymmetricMemory> window) { call_.window = std::move(window); }
+  // True if the device has passed the end event, even if the operation failed. False while
+  // captured. An error of the device is recorded as the communicator's failure, on which the
+  // watchdog acts.
   bool has_ended();
-  // By the watchdog, which saw that the stream has come to it.
-  void has_started(Clock::time_point now);
-  // The device has passed it, as a later operation showed.
-  void end_is_known();
-  // Drops the tensors. Call it with no lock held, and not on the watchdog's thread: the last
-  // reference to a tensor may take the GIL.
-  // `stream`: runs the operation or waits for it, and keeps the memory from then on.
+  // Called by the watchdog when it sees that the stream has reached the operation.
+  void set_started(Clock::time_point now);
+  // Records that the device has passed the operation, as its event or a later operation showed.
+  void on_ended();
+  // Drops the tensors. Must be called with no lock held, and not on the watchdog's thread: the last
+  // reference to a tensor may acquire the GIL.
+  // `stream` runs the operation or waits for it; from then on its order protects the memory.
   void release(std::optional<c10::cuda::CUDAStream> stream = std::nullopt);
-  // Also the memory of a window, which stays mapped until the operation has ended, whatever stream
-  // it is on: for who knows that it has, or that the graph which had it is gone.
+  // Drops the memory of a window too, which stays mapped until the operation has ended, on any
+  // stream. Only for callers that know that it has ended, or that its graph was destroyed.
   void release_all();
 
-  // When it was issued, and when the watchdog first saw that it could run.
+  // Time of issue, and time at which the watchdog first saw that the operation could run.
   const Clock::time_point issued;
   std::optional<Clock::time_point> started;
 

@@ -1,0 +1,164 @@
+// all_reduce with a residual and an RMSNorm in the same kernel. A cluster of blocks processes a
+// row: the blocks exchange their sums of squares while the row stays in registers.
+#include "torch_overlap/collectives/cuda/ll_device.h"
+#include "torch_overlap/collectives/cuda/rms_norm_device.h"
+#include "torch_overlap/collectives/cuda/simple_device.h"
+
+namespace torch_overlap::cuda {
+namespace {
+
+template <typename T, typename Case>
+__global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
+    ll_norm_kernel(const __grid_constant__ CollectiveParams p,
+                   const __grid_constant__ NormParams n) {
+  constexpr int kWords = kLLWords<T>;
+  constexpr int kData = kWords * 4;
+  __shared__ RowSums sums;
+  arrive_in_cluster();
+  const LLState state = begin_ll<Case>(p);
+  const auto packet = static_cast<uint32_t>(threadIdx.x);
+  const uint64_t column = (uint64_t{blockIdx.x % n.row_blocks} * p.chunk + packet) * kData;
+  const bool has_packet = packet < p.chunk && column < n.row_bytes;
+  const uint64_t valid = has_packet ? n.row_bytes - column : 0;
+  bool is_good = try_enter(p, state.entry);
+
+  uint32_t round = 0;
+  for (uint32_t chunk = blockIdx.x; chunk < p.max_chunks; chunk += gridDim.x, ++round) {
+    const uint64_t at = uint64_t{chunk / n.row_blocks} * n.row_bytes + column;
+    RowPart<T, kWords> part;
+    Words<kWords> weight{};
+    if (is_good && has_packet) {
+      const auto own = load_words<Case, kWords>(p.send[p.rank] + at, valid);
+#pragma unroll
+      for (int peer = 0; peer < Case::kMaxRanks; ++peer) {
+        if (peer >= size_of<Case>(p) || peer == p.rank) continue;
+        const uint32_t epoch = state.epoch[peer] + 1 + round;
+        store_ll(ll_packets_of<Case>(p, peer, p.rank, epoch) + packet * G::kLLPacketBytes,
+                 ll_packet_of(own, epoch));
+      }
+      const auto residual = load_words<Case, kWords>(n.residual + at, valid);
+      Words<kWords> bias{};
+      if (n.bias != nullptr) bias = load_words<Case, kWords>(n.bias + column, valid);
+      weight = load_words<Case, kWords>(n.weight + column, valid);
+      LLPacketView seen[Case::kMaxRanks];
+      is_good = !receive_ll<Case>(p, state, round, [](int) { return true; }, seen);
+      part.start(sum_of_ll_packets<T, Case, kWords>(p, own, seen));
+      part.add(residual);
+      part.add(bias);
+      part.round();
+      store_words<Case>(n.residual_out + at, part.rounded(), valid);
+    }
+    float squares = part.squares();
+    is_good = sum_of_row(sums, n.row_blocks, round, is_good, squares);
+    if (!is_good) break;
+    const float scale = scale_of(squares, n.row_bytes / sizeof(T), n.eps);
+    if (has_packet) store_words<Case>(p.recv[0] + at, part.normed(scale, weight), valid);
+  }
+  end_ll<Case>(p, state);
+}
+
+template <typename T, typename Case>
+__global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
+    simple_norm_kernel(const __grid_constant__ CollectiveParams p,
+                       const __grid_constant__ NormParams n) {
+  constexpr int kVectorsPerThread = G::kVectors / G::kThreads;
+  __shared__ RowSums sums;
+  arrive_in_cluster();
+  exchange<Case>(p, [&](const BlockState& state, uint32_t chunk, uint32_t round, bool is_good) {
+    const uint64_t first = uint64_t{chunk} * p.chunk;
+    const uint64_t first_of_row = uint64_t{chunk % n.row_blocks} * p.chunk;
+    const auto index = [&](int j) {
+      const uint32_t i = threadIdx.x + j * blockDim.x;
+      return is_good && i < p.chunk ? i : ~0U;
+    };
+    Words<4> seen[kVectorsPerThread][Case::kMaxRanks];
+    Words<4> residual[kVectorsPerThread];
+    Words<4> bias[kVectorsPerThread] = {};
+    Words<4> weight[kVectorsPerThread];
+#pragma unroll
+    for (int j = 0; j < kVectorsPerThread; ++j) {
+      const uint32_t i = index(j);
+      if (i == ~0U) continue;
+      const uint64_t at = (first + i) * kVector;
+      const uint64_t column = (first_of_row + i) * kVector;
+      load_vectors<Case>(p, load_words<Case, 4>(p.send[p.rank] + at, kVector), seen[j],
+                         [&](int source) {
+                           const uint32_t epoch = state.epoch[source] + 1 + round;
+                           return simple_slot_of<Case>(p, p.rank, source, epoch) + i * kVector;
+                         });
+      residual[j] = load_words<Case, 4>(n.residual + at, kVector);
+      if (n.bias != nullptr) bias[j] = load_words<Case, 4>(n.bias + column, kVector);
+      weight[j] = load_words<Case, 4>(n.weight + column, kVector);
+    }
+    RowPart<T, 4> part[kVectorsPerThread];
+    float squares = 0;
+#pragma unroll
+    for (int j = 0; j < kVectorsPerThread; ++j) {
+      const uint32_t i = index(j);
+      if (i == ~0U) continue;
+      part[j].start(accumulate<T, Case>(p, seen[j]));
+      part[j].add(residual[j]);
+      part[j].add(bias[j]);
+      part[j].round();
+      squares += part[j].squares();
+      store_words<Case>(n.residual_out + (first + i) * kVector, part[j].rounded(), kVector);
+    }
+    is_good = sum_of_row(sums, n.row_blocks, round, is_good, squares);
+    if (!is_good) return false;
+    const float scale = scale_of(squares, n.row_bytes / sizeof(T), n.eps);
+#pragma unroll
+    for (int j = 0; j < kVectorsPerThread; ++j) {
+      const uint32_t i = index(j);
+      if (i == ~0U) continue;
+      store_words<Case>(p.recv[0] + (first + i) * kVector, part[j].normed(scale, weight[j]),
+                        kVector);
+    }
+    return true;
+  });
+}
+
+// --- Launching -----------------------------------------------------------------------------------
+
+// Calls `act(T{}, Case{})`.
+template <typename Act>
+cudaError_t for_norm(ReductionType type, const CollectiveParams& params, const NormParams& norm,
+                     size_t unit, const Act& act) {
+  const bool is_fast_path = is_unit_aligned(params, unit) && is_norm_unit_aligned(norm, unit);
+  return for_norm_type(type, [&](auto zero) {
+    return for_case(params, is_fast_path, [&](auto which) { return act(zero, which); });
+  });
+}
+
+constexpr size_t kWordBytes = 4;
+
+}  // namespace
+
+cudaError_t launch_ll_norm(ReductionType type, const CollectiveParams& params,
+                           const NormParams& norm, const LaunchConfig& launch) {
+  return for_norm(type, params, norm, kWordBytes, [&](auto zero, auto which) {
+    return launch_kernel(ll_norm_kernel<decltype(zero), decltype(which)>, launch, params, norm);
+  });
+}
+
+cudaError_t launch_simple_norm(ReductionType type, const CollectiveParams& params,
+                               const NormParams& norm, const LaunchConfig& launch) {
+  return for_norm(type, params, norm, kVector, [&](auto zero, auto which) {
+    return launch_kernel(simple_norm_kernel<decltype(zero), decltype(which)>, launch, params, norm);
+  });
+}
+
+cudaError_t load_norm_kernels() {
+  for (const ReductionType type : {ReductionType::f16, ReductionType::bf16, ReductionType::f32}) {
+    const cudaError_t status = for_norm_type(type, [](auto zero) {
+      using T = decltype(zero);
+      return load_cases([](auto which) {
+        const cudaError_t status = load_kernel(ll_norm_kernel<T, decltype(which)>);
+        return status == cudaSuccess ? load_kernel(simple_norm_kernel<T, decltype(which)>) : status;
+      });
+    });
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace torch_overlap::cuda

@@ -1,0 +1,106 @@
+// The residual and the RMSNorm after an all_reduce whose kernel does not include them.
+#include "torch_overlap/collectives/cuda/rms_norm_device.h"
+
+namespace torch_overlap::cuda {
+namespace {
+
+constexpr int kVector = G::kVectorBytes;
+
+// Processes one row per block, kVectorsPerThread vectors per thread. The order of summation does
+// not depend on the alignment.
+template <typename T, typename Case, int kVectorsPerThread>
+__global__ void __launch_bounds__(G::kThreads)
+    norm_kernel(char* rows, const __grid_constant__ NormParams n) {
+  __shared__ float sums[kWarps];
+  char* const row = rows + blockIdx.x * n.row_bytes;
+  const char* const residual = n.residual + blockIdx.x * n.row_bytes;
+  RowPart<T, 4> part[kVectorsPerThread];
+  float squares = 0;
+#pragma unroll
+  for (int j = 0; j < kVectorsPerThread; ++j) {
+    const uint64_t at = (threadIdx.x + uint64_t{G::kThreads} * j) * kVector;
+    if (at >= n.row_bytes) continue;
+    part[j].add(load_words<Case, 4>(row + at, n.row_bytes - at));
+    part[j].add(load_words<Case, 4>(residual + at, n.row_bytes - at));
+    if (n.bias != nullptr) part[j].add(load_words<Case, 4>(n.bias + at, n.row_bytes - at));
+    part[j].round();
+    squares += part[j].squares();
+  }
+  squares = sum_of_warp(squares);
+  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = squares;
+  __syncthreads();
+  squares = 0;
+#pragma unroll
+  for (const float of_warp : sums) squares += of_warp;
+  const float scale = scale_of(squares, n.row_bytes / sizeof(T), n.eps);
+#pragma unroll
+  for (int j = 0; j < kVectorsPerThread; ++j) {
+    const uint64_t at = (threadIdx.x + uint64_t{G::kThreads} * j) * kVector;
+    if (at >= n.row_bytes) continue;
+    const auto weight = load_words<Case, 4>(n.weight + at, n.row_bytes - at);
+    store_words<Case>(n.residual_out + blockIdx.x * n.row_bytes + at, part[j].rounded(),
+                      n.row_bytes - at);
+    store_words<Case>(row + at, part[j].normed(scale, weight), n.row_bytes - at);
+  }
+}
+
+constexpr int kMaxVectorsPerThread = 8;
+
+// Calls `act` with the number of vectors per thread, as a type.
+template <typename Act>
+cudaError_t for_each(uint64_t row_bytes, const Act& act) {
+  constexpr uint64_t kBlockBytes = G::kThreads * kVector;
+  if (row_bytes <= kBlockBytes) return act(std::integral_constant<int, 1>{});
+  if (row_bytes <= 2 * kBlockBytes) return act(std::integral_constant<int, 2>{});
+  if (row_bytes <= 4 * kBlockBytes) return act(std::integral_constant<int, 4>{});
+  return act(std::integral_constant<int, kMaxVectorsPerThread>{});
+}
+
+// Calls `act(T{}, Case{}, kVectorsPerThread)`, the last two as types.
+template <typename Act>
+cudaError_t for_rms_norm(ReductionType type, bool is_unit_aligned, uint64_t row_bytes,
+                         const Act& act) {
+  return for_norm_type(type, [&](auto zero) {
+    return for_each(row_bytes, [&](auto each) {
+      return is_unit_aligned ? act(zero, FastCase<2>{}, each) : act(zero, GenericCase{}, each);
+    });
+  });
+}
+
+}  // namespace
+
+bool supports_rms_norm(ReductionType type, uint64_t row_bytes) {
+  const bool has_type = for_norm_type(type, [](auto) { return cudaSuccess; }) == cudaSuccess;
+  return has_type && row_bytes <= uint64_t{kMaxVectorsPerThread} * G::kThreads * kVector;
+}
+
+cudaError_t launch_norm(ReductionType type, char* rows, uint32_t count, const NormParams& norm,
+                        cudaStream_t stream) {
+  const bool is_unit_aligned =
+      reinterpret_cast<uintptr_t>(rows) % kVector == 0 && is_norm_unit_aligned(norm, kVector);
+  return for_rms_norm(type, is_unit_aligned, norm.row_bytes, [&](auto zero, auto which, auto each) {
+    const LaunchConfig launch{
+        .blocks = count, .threads = G::kThreads, .dependent = false, .stream = stream};
+    return launch_kernel(norm_kernel<decltype(zero), decltype(which), decltype(each)::value>,
+                         launch, rows, norm);
+  });
+}
+
+cudaError_t load_rms_norm_rows_kernels() {
+  for (const ReductionType type : {ReductionType::f16, ReductionType::bf16, ReductionType::f32}) {
+    for (const bool is_unit_aligned : {true, false}) {
+      for (const uint64_t count : {1, 2, 4, kMaxVectorsPerThread}) {
+        const cudaError_t status =
+            for_rms_norm(type, is_unit_aligned, count * G::kThreads * kVector,
+                         [](auto zero, auto which, auto each) {
+                           return load_kernel(
+                               norm_kernel<decltype(zero), decltype(which), decltype(each)::value>);
+                         });
+        if (status != cudaSuccess) return status;
+      }
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace torch_overlap::cuda

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+#include <vector>
+
+#include "torch_overlap/common/views.h"
+#include "torch_overlap/gemm/checked_gemm.h"
+#include "torch_overlap/overlap/channel.h"
+#include "torch_overlap/overlap/execute.h"
+#include "torch_overlap/overlap/schedule.h"
+
+// Helpers of the executors (execute_*.cpp).
+namespace torch_overlap {
+
+inline int64_t row_bytes(const at::Tensor& tensor) {
+  return tensor.size(1) * static_cast<int64_t>(tensor.element_size());
+}
+
+inline at::Tensor rows_of_rank(const at::Tensor& tensor, const RowShare& rows, int rank) {
+  return row_view(tensor, rows.begin(rank), rows.length(rank));
+}
+
+// Returns those of the `size` flags from `first` on that belong to the other ranks.
+inline std::vector<int> flags_of_others(const OverlapGroup& group, int first) {
+  std::vector<int> flags;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    if (peer != group.rank()) flags.push_back(first + peer);
+  }
+  return flags;
+}
+
+// The largest absolute value of a GEMM that is computed in parts: each part has an element of its
+// own.
+class PartialAmax {
+ public:
+  PartialAmax(at::Tensor whole, size_t parts) : whole_(std::move(whole)) {
+    if (whole_.defined()) parts_ = at::zeros({static_cast<int64_t>(parts)}, whole_.options());
+  }
+  void next(GemmArgs& part) {
+    if (whole_.defined()) part.out_amax = parts_.narrow(0, next_++, 1);
+  }
+  // Reduces the parts. On the caller's stream, after the operation.
+  void finish() const {
+    if (whole_.defined()) whole_.copy_(parts_.amax().view(whole_.sizes()));
+  }
+
+ private:
+  at::Tensor whole_;
+  at::Tensor parts_;
+  int64_t next_ = 0;
+};
+
+// The gradient of a bias as the sum of the rows of out, for a GEMM that is computed in parts of
+// some rows.
+class PartialBiasGrad {
+ public:
+  // Takes it out of `whole`. Does nothing if it is undefined, or if it is the sum over k, in which
+  // each part has elements of its own.
+  PartialBiasGrad(GemmArgs& whole, size_t parts) {
+    if (!whole.epilogue.bias_grad.defined() || !whole.epilogue.gelu_input.defined()) return;
+    whole_ = std::exchange(whole.epilogue.bias_grad, {});
+    const auto type = whole_.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    parts_ = at::zeros({static_cast<int64_t>(parts), whole_.size(0)}, whole_.options().dtype(type));
+  }
+  void next(GemmArgs& part) {
+    if (whole_.defined()) part.epilogue.bias_grad = parts_.select(0, next_++);
+  }
+  // Sums the parts. On the caller's stream, after the operation.
+  void finish() const {
+    if (whole_.defined()) whole_.copy_(parts_.sum(0));
+  }
+
+ private:
+  at::Tensor whole_;
+  at::Tensor parts_;
+  int64_t next_ = 0;
+};
+
+// Enqueues the all-gather of `part`: every rank sends its rows to all others. Flag first_flag + r
+// signals the chunk of rank r.
+void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+                    const RowShare& rows, const GatheredRows& part, int first_flag);
+
+// Fused kernels, which wait for other ranks (execute_fused.cpp).
+void run_fused_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem);
+void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem);
+
+// Gathers all rows, then runs the GEMMs (execute_low_latency.cpp).
+void run_low_latency_gather(std::string_view op, OverlapChannel& channel,
+                            const GatherGemm& problem);
+
+}  // namespace torch_overlap

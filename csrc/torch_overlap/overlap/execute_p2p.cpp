@@ -1,0 +1,202 @@
+#include "torch_overlap/overlap/execute.h"
+#include "torch_overlap/overlap/execute_common.h"
+
+namespace torch_overlap {
+namespace {
+
+Piece rows_of_step(const RowShare& rows, const ChunkStep& step) {
+  const int64_t begin = rows.begin(step.first);
+  return {begin, rows.begin(step.first + step.count) - begin};
+}
+
+// Returns the source and destination of one exchange of a gathered matrix.
+Transport::Move chunk_move(const OverlapChannel& channel, const GatheredRows& part,
+                           const RowShare& rows, const Exchange& exchange, int first_flag) {
+  const int rank = channel.group().rank();
+  return {.to = exchange.to,
+          .give = exchange.give == rank ? part.own : rows_of_rank(part.all, rows, exchange.give),
+          .at = channel.offset_of(part.all) + rows.begin(exchange.give) * row_bytes(part.all),
+          .flag = first_flag + exchange.give,
+          .from = exchange.from,
+          .get = rows_of_rank(part.all, rows, exchange.get),
+          .get_flag = first_flag + exchange.get};
+}
+
+}  // namespace
+
+void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
+  if (problem.method == GatherMethod::fused) return run_fused_gather(op, channel, problem);
+  if (problem.method == GatherMethod::low_latency) {
+    return run_low_latency_gather(op, channel, problem);
+  }
+  const int rank = channel.group().rank();
+  const int size = channel.group().size();
+  const RowShare& rows = problem.rows;
+  const auto schedule = gather_schedule(rank, size, problem.order);
+  // Part p has flags p * size + chunk.
+  std::vector<GatheredRows> parts{problem.data};
+  if (problem.scales.all.defined()) parts.push_back(problem.scales);
+  // A chunk that is multiplied together with a neighbour must be in its slot of the gathered
+  // matrix.
+  std::vector<std::pair<at::Tensor, at::Tensor>> to_slots;
+  if (problem.order == GatherOrder::chunk_pairs) {
+    for (GatheredRows& part : parts) {
+      const auto slot = rows_of_rank(part.all, rows, rank);
+      const auto own = std::exchange(part.own, slot);
+      if (own.data_ptr() != slot.data_ptr()) to_slots.emplace_back(slot, own);
+    }
+  }
+  std::vector<CheckedGemm> gemms;
+  std::vector<PartialAmax> largest;
+  std::vector<PartialBiasGrad> bias_grads;
+  for (GemmArgs whole : problem.gemms) {
+    largest.emplace_back(std::exchange(whole.out_amax, {}), schedule.steps.size());
+    bias_grads.emplace_back(whole, schedule.steps.size());
+    whole.overlaps_communication = true;
+    gemms.emplace_back(op, std::move(whole));
+  }
+  // Indexed by step. Checked before anything is sent.
+  std::vector<std::vector<CheckedGemm>> products(schedule.steps.size());
+  for (size_t i = 0; i < schedule.steps.size(); ++i) {
+    const Piece piece = rows_of_step(rows, schedule.steps[i]);
+    if (piece.length == 0) continue;
+    for (size_t j = 0; j < gemms.size(); ++j) {
+      GemmArgs part = gemms[j].rows(piece.begin, piece.length);
+      if (schedule.steps[i] == ChunkStep{rank}) {
+        part.lhs.data = parts[0].own;
+        if (parts.size() > 1) part.lhs.scale_inv = parts[1].own;
+      }
+      largest[j].next(part);
+      bias_grads[j].next(part);
+      products[i].emplace_back(op, std::move(part));
+    }
+  }
+  const auto body = [&](OverlapChannel::Session& session) {
+    Lanes& lanes = session.lanes;
+    const int comm = lanes.comm();
+    for (const auto& [slot, own] : to_slots) {
+      lanes.run(comm, "copy", [slot = slot, own = own] { slot.copy_(own); });
+    }
+    const auto copied = to_slots.empty() ? Lanes::Mark{} : lanes.mark(comm);
+    // Returns the flags of the `count` chunks from `first` on that other ranks send.
+    const auto flags_of = [&](int first, int count) {
+      std::vector<int> flags;
+      for (int chunk = first; chunk < first + count; ++chunk) {
+        if (chunk == rank) continue;
+        for (size_t p = 0; p < parts.size(); ++p) {
+          flags.push_back(static_cast<int>(p) * size + chunk);
+        }
+      }
+      return flags;
+    };
+    for (const Exchange& exchange : schedule.exchanges) {
+      if (exchange.give != rank) session.wait_for_flags(comm, flags_of(exchange.give, 1));
+      for (size_t p = 0; p < parts.size(); ++p) {
+        session.exchange(comm,
+                         chunk_move(channel, parts[p], rows, exchange, static_cast<int>(p) * size));
+      }
+    }
+    for (size_t i = 0; i < schedule.steps.size(); ++i) {
+      const auto [first, count] = schedule.steps[i];
+      const int lane = static_cast<int>(i) % lanes.num_compute_lanes();
+      const bool has_own = first <= rank && rank < first + count;
+      if (!to_slots.empty() && has_own) lanes.after(lane, copied);
+      if (const auto flags = flags_of(first, count); !flags.empty())
+        session.wait_for_flags(lane, flags);
+      for (CheckedGemm& product : products[i]) session.gemm(lane, product);
+      const auto [begin, length] = rows_of_step(rows, schedule.steps[i]);
+      if (length == 0) continue;
+      const bool from_own = schedule.steps[i] == ChunkStep{rank};
+      for (const GatheredRows& part : parts) {
+        if (!part.copy.defined()) continue;
+        lanes.run(
+            lane, "copy",
+            [to = row_view(part.copy, begin, length),
+             from = from_own ? part.own : row_view(part.all, begin, length)] { to.copy_(from); });
+      }
+    }
+  };
+  channel.operate(op, body,
+                  {.begin = EntryPayload{.rows = rows.rows}, .single_lane = problem.single_lane});
+  for (const auto& one : largest) one.finish();
+  for (const auto& one : bias_grads) one.finish();
+}
+
+void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
+  if (problem.fused) return run_fused_scatter(op, channel, problem);
+  const int rank = channel.group().rank();
+  const int size = channel.group().size();
+  const RowShare& rows = problem.rows;
+  const int64_t columns = problem.partial.size(1);
+  const int64_t length = rows.length(rank);
+  const auto schedule = scatter_schedule(rank, size);
+  const int64_t slot = rows.largest() * row_bytes(problem.partial);
+  SumArgs sum{.out = problem.out,
+              .parts = {},
+              .scale_inv = problem.scale_inv,
+              .factor = problem.factor,
+              .bias = problem.bias};
+  for (int peer = 0; peer < size; ++peer) {
+    sum.parts.push_back(peer == rank ? rows_of_rank(problem.partial, rows, rank)
+                                     : channel.data(problem.at + peer * slot, {length, columns},
+                                                    problem.partial.scalar_type()));
+  }
+  std::vector<GemmArgs> terms = problem.gemms;
+  PartialAmax largest(std::exchange(terms.at(0).out_amax, {}), schedule.steps.size());
+  std::vector<CheckedGemm> gemms;
+  for (GemmArgs& term : terms) {
+    term.overlaps_communication = true;
+    gemms.emplace_back(op, std::move(term));
+  }
+  // Indexed by step. Checked before anything is sent.
+  std::vector<std::vector<CheckedGemm>> products(schedule.steps.size());
+  for (size_t i = 0; i < schedule.steps.size(); ++i) {
+    const Piece piece = rows_of_step(rows, schedule.steps[i]);
+    if (piece.length == 0) continue;
+    for (size_t j = 0; j < gemms.size(); ++j) {
+      GemmArgs part = gemms[j].rows(piece.begin, piece.length);
+      part.accumulate |= j > 0;
+      if (j == 0) largest.next(part);
+      products[i].emplace_back(op, std::move(part));
+    }
+  }
+  const auto body = [&](OverlapChannel::Session& session) {
+    Lanes& lanes = session.lanes;
+    const int comm = lanes.comm();
+    int lane = 0;
+    std::vector<Lanes::Mark> computed;
+    for (size_t i = 0; i < schedule.steps.size(); ++i) {
+      const int chunk = schedule.steps[i].first;
+      lane = static_cast<int>(i) % lanes.num_compute_lanes();
+      // This order also holds if the lanes are branches of a graph: a GEMM is ordered after the
+      // last but one before it. Of the first two, the second waits for begin() and for no flags, so
+      // it usually starts a moment after the first. That is not guaranteed, but makes graphs
+      // faster.
+      if (i == 1 && lanes.num_compute_lanes() > 1 && lanes.is_captured())
+        session.wait_for_flags(lane, {});
+      if (i > 1 && lanes.num_compute_lanes() > 2) lanes.after(lane, computed[i - 2]);
+      for (CheckedGemm& product : products[i]) session.gemm(lane, product);
+      if (i >= schedule.exchanges.size()) continue;  // this rank's chunk: nothing waits for it
+      computed.push_back(lanes.mark(lane));
+      const Exchange& exchange = schedule.exchanges[i];
+      lanes.after(comm, computed.back());
+      session.exchange(comm, {.to = exchange.to,
+                              .give = rows_of_rank(problem.partial, rows, chunk),
+                              .at = problem.at + rank * slot,
+                              .flag = rank,
+                              .from = exchange.from,
+                              .get = sum.parts[exchange.from],
+                              .get_flag = exchange.from});
+    }
+    // On the lane of this rank's GEMM, which is the last one.
+    session.wait_for_flags(lane, flags_of_others(channel.group(), 0));
+    if (length > 0) session.sum(lane, sum);
+  };
+  channel.operate(op, body,
+                  {.begin = EntryPayload{.rows = rows.rows},
+                   .single_lane = problem.single_lane,
+                   .begin_on_comm_lane = channel.is_captured()});
+  largest.finish();
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,396 @@
+"""Matrix products that overlap with their communication.
+
+    gather + product     x [.., S/n, .., k] needed whole  -> all_gather_matmul, which also leaves the gathered x
+    product + scatter    partial, needed in parts          -> matmul_reduce_scatter
+    product + reduction  partial, needed whole             -> matmul_all_reduce
+
+A product with a partial result is not computed until it is needed: only then is it known if the sum ends scattered or
+whole. The cost model decides if overlap is faster; `choosing` overrides it, `choices` reports the decisions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._functorch import is_batchedtensor
+
+from torch_overlap._C import InvalidValueError, StateError
+from torch_overlap.mesh._core import CostModel, Layout, Plan, Step
+from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.tracing import TraceConstant, as_trace_constant, is_dynamo_compiling, run_in_graph
+from torch_overlap.mesh.value_spec import ranks_of
+from torch_overlap.nn.functional import sum_matmul
+
+if TYPE_CHECKING:
+    from torch_overlap.mesh.dispatch import RecipeStep
+    from torch_overlap.mesh.sharded import Sharded
+    from torch_overlap.mesh.value_spec import Spec
+
+__all__ = ["ALGORITHMS", "Choice", "DeferredMatmul", "GatherMatmul", "choices", "choosing", "make_gather_matmul"]
+
+_ops = torch.ops.torch_overlap
+
+ALGORITHMS = ("auto", "plain", "fused")
+_NAMES = ("linear", "matmul", "mm")
+_INSIDE_VMAP = "it runs inside vmap"
+UnevenShards = Sequence[tuple[Sequence[str], str]]  # see uneven_shards()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The execution of one product.
+
+    Attributes:
+        op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
+        fused: True if it ran as that operator, False if product and collective ran one after the other.
+        sizes: Rows, columns and inner size of the local product.
+        plain, overlapped: Seconds of the two, by the cost model; infinite if it cannot run as the operator.
+        why: The reason: "cost", "asked for", or why it cannot be fused.
+    """
+
+    op: str
+    fused: bool
+    sizes: tuple[int, int, int]
+    plain: float
+    overlapped: float
+    why: str
+
+
+_null_context = contextlib.nullcontext()
+
+
+# Set by `choosing` and `choices`, per thread. It must not be a subclass with defaults: torch 2.15's Dynamo stores what
+# a trace writes into such a class elsewhere.
+_state = threading.local()
+
+
+def _algorithm() -> str:
+    return getattr(_state, "algorithm", "auto")
+
+
+def _log() -> list[Choice] | None:
+    return getattr(_state, "log", None)
+
+
+@contextlib.contextmanager
+def choosing(algorithm: str) -> Iterator[None]:
+    """Inside the block, for this thread, runs products and their communication fused, plain, or whichever is cheaper. A
+    partial product is decided where the sum ends.
+
+    "fused" requests it if the operands allow it: parts of the same size, along a dimension that is not multiplied.
+    Otherwise `choices` has the reason.
+    """
+    if algorithm not in ALGORITHMS:
+        raise InvalidValueError(f"choosing: expected one of {ALGORITHMS}, got {algorithm!r}")
+    before, _state.algorithm = _algorithm(), algorithm
+    try:
+        yield
+    finally:
+        _state.algorithm = before
+
+
+@contextlib.contextmanager
+def choices() -> Iterator[list[Choice]]:
+    """Yields a list of the choices that this thread makes inside the block, in order."""
+    before, _state.log = _log(), []
+    try:
+        yield _state.log
+    finally:
+        _state.log = before
+
+
+def _should_fuse(
+    op: str,
+    plan: Plan,
+    step: Step,
+    sizes: tuple[int, int, int],
+    spec: Spec,
+    algorithm: str,
+    unsupported_reason: str | None,
+) -> bool:
+    """Returns True if the product is to be fused with this step of the plan. `unsupported_reason`: why it cannot be."""
+    if unsupported_reason is None:
+        links = spec.mesh.mesh.links(step.axes)
+        sequential, overlapped = times(spec.mesh.cost, step.kind, links, step.bytes, sizes, spec.dtype.itemsize)
+        fused, why = (algorithm == "fused", "asked for") if algorithm != "auto" else (overlapped < sequential, "cost")
+    else:
+        sequential = spec.mesh.cost.matmul(*sizes, element_size=spec.dtype.itemsize) + plan.seconds
+        overlapped, fused, why = math.inf, False, unsupported_reason
+    log = _log()
+    if log is not None:
+        log.append(Choice(op, fused, sizes, sequential, overlapped, why))
+    return fused
+
+
+def times(
+    cost: CostModel, collective: str, links: Mapping[str, int], size: float, sizes: tuple[int, int, int], itemsize: int
+) -> tuple[float, float]:
+    """Returns the seconds of a product and a collective of `size` bytes, one after the other and overlapped."""
+    product = cost.matmul(*sizes, element_size=itemsize)
+    moved = cost.collective(collective, links, size)
+    return product + moved, cost.overlapped(collective, links, size, product)
+
+
+def _step(plan: Plan, *kinds: str) -> Step | None:
+    """Returns the first step of one of these kinds."""
+    return next((step for step in plan.steps if step.kind in kinds), None)
+
+
+def _unsupported_reason(plan: Plan, step: Step, spec: Spec, cut: Layout, uneven: UnevenShards) -> str | None:
+    """Returns the reason why a product cannot overlap with this step of the plan, or None. `cut`: the layout of the
+    parts that it gathers or scatters, for a value like `spec`. `uneven`: of the weight."""
+    if len(plan.steps) > 1:
+        return f"its value moves in several steps: {', '.join(s.kind for s in plan.steps)}"
+    if step.kind != "all_reduce" and step.dim == len(spec.shape) - 1:
+        return f"it {'gathers the dimension that is multiplied' if step.kind == 'all_gather' else 'scatters columns'}"
+    if not _is_in_rank_order(step, spec.mesh.mesh):
+        return "the parts are in another order than the ranks of the communicator"
+    if step.kind != "all_reduce" and spec.shape[step.dim] % ranks_of(cut.mesh, cut.dims[step.dim]):
+        parts = ranks_of(cut.mesh, cut.dims[step.dim])
+        return f"dimension {step.dim} of size {spec.shape[step.dim]} is not cut into {parts} parts of one size"
+    # Ranks with another weight shape than the others might select another algorithm.
+    axes = _names(step.axes)
+    return next((why for names, why in uneven if axes & set(names)), None)
+
+
+def uneven_shards(weight: Spec) -> tuple[tuple[tuple[str, ...], str], ...]:
+    """Returns the axes along which parts of a weight differ in size, with the reason."""
+    found = []
+    for dim, axes in enumerate(weight.layout.dims):
+        parts = ranks_of(weight.layout.mesh, axes)
+        if weight.shape[dim] % parts:
+            why = f"dimension {dim} of the weight of size {weight.shape[dim]} is not cut into {parts} parts of one size"
+            found.append((tuple(sorted(_names(axes))), why))
+    return tuple(found)
+
+
+def _names(axes: Iterable[str]) -> set[str]:
+    """Returns the names of axes, or of parts of axes."""
+    return {axis.split(":")[0] for axis in axes}
+
+
+def _is_in_rank_order(step: Step, mesh: Any) -> bool:
+    """Returns True if the parts are in the order of the communicator's ranks."""
+    names = list(mesh.axes)
+    places = [names.index(axis) for axis in step.axes if ":" not in axis]
+    return len(places) == len(step.axes) and places == sorted(places)
+
+
+def _as_linear(call: Call, weight: Tensor) -> Tensor:
+    """Returns the weight as [out, in]."""
+    return weight if call.name == "linear" else weight.t()
+
+
+def local_sizes(x: Spec, weight: Spec, call: Call) -> tuple[int, int, int]:
+    """Returns rows, columns and inner size of the product of the largest parts: the same on every rank, as choices must
+    be."""
+    rows, (out, inner) = 1, weight.largest_shape
+    for n in x.largest_shape[:-1]:
+        rows *= n
+    return (rows, out, inner) if call.name == "linear" else (rows, inner, out)
+
+
+# --- gather + product ---------------------------------------------------------------------------
+
+
+class GatherMatmul(TraceConstant):
+    """A product whose first operand must be gathered along a dimension that is not multiplied."""
+
+    def __init__(
+        self,
+        call: Call,
+        plan: Plan,
+        step: Step,
+        source: Spec,
+        target: Spec,
+        sizes: tuple[int, int, int],
+        uneven: UnevenShards,
+    ) -> None:
+        super().__init__()
+        self._call, self._plan, self._step, self._sizes = call, plan, step, sizes
+        self._source, self._target, self._dim = source, target, step.dim
+        self._unsupported_reason = _unsupported_reason(plan, step, source, source.layout, uneven)
+        if self._unsupported_reason is None and _invariant_axes(step):
+            self._unsupported_reason = "what it gathers is invariant, and so is the gradient"
+
+    def group(self, algorithm: str, is_in_vmap: bool) -> tuple[str, int] | None:
+        """Returns the communicator's name and size; None if it is not to be fused."""
+        comm = self._source.mesh.group_comm(self._step.axes)
+        unsupported_reason = _INSIDE_VMAP if is_in_vmap else self._unsupported_reason
+        if comm is None or not _should_fuse(
+            "all_gather_matmul", self._plan, self._step, self._sizes, self._source, algorithm, unsupported_reason
+        ):
+            return None
+        return comm.get_name(), comm.get_size()
+
+    def select_group(self, x: Sharded, others: Sequence[Sharded]) -> tuple[str, int] | None:
+        """Returns the communicator's name and size if the product of these is to be fused. Nothing is moved."""
+        if x._cached_copy(self._target.text) is not None:
+            return None
+        group: tuple[str, int] | None = as_trace_constant(
+            GatherMatmul.group, self, _algorithm(), any(map(_is_in_vmap, (x, *others)))
+        )
+        return group
+
+    def run(self, x: Sharded, rest: Sequence[Tensor], group: tuple[str, int]) -> Tensor:
+        """Returns the local result. Caches the gathered operand in `x`."""
+        weight, bias = _as_linear(self._call, rest[0]), rest[1] if len(rest) > 1 else None
+        keeps = x._should_cache_copies()
+        (out,), gathered = _ops.all_gather_matmul(
+            x.local, [weight], [] if bias is None else [bias], *group, self._dim, keeps, "auto"
+        )
+        if keeps:
+            if not is_dynamo_compiling() and torch.is_grad_enabled() and x.local.requires_grad:
+                gathered = _Gathered.apply(x.local, gathered.detach(), *group, self._dim)  # type: ignore[no-untyped-call]
+            x._cache_copy(self._target.text, gathered)
+        result: Tensor = out
+        return result
+
+
+def _is_in_vmap(value: Sharded) -> bool:
+    """Returns True if the value is inside vmap."""
+    if value._local is not None:
+        return is_batchedtensor(value._local)
+    return value._deferred_matmul is not None and any(map(is_batchedtensor, value._deferred_matmul._operands))
+
+
+class _Gathered(torch.autograd.Function):
+    """Makes the gathered operand of a product available to other operators: a separate gather in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathered: Tensor, comm: str, size: int, dim: int) -> Tensor:
+        ctx.group, ctx.dim = (comm, size), dim
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _ops.reduce_scatter(grad, ctx.dim, "sum", *ctx.group), None, None, None, None
+
+
+def make_gather_matmul(
+    call: Call, plan: Plan, spec: Spec, target: Spec, sizes: tuple[int, int, int], uneven: UnevenShards
+) -> GatherMatmul | None:
+    """Returns the variant of a call that gathers its first operand, which moves by `plan`; None if nothing is
+    gathered."""
+    step = _step(plan, "all_gather")
+    return None if step is None else GatherMatmul(call, plan, step, spec, target, sizes, uneven)
+
+
+def _invariant_axes(step: Step) -> set[str]:
+    """Returns the axes of the step along which its result is invariant."""
+    return {name.split(":")[0] for name in step.after.invariant} & set(step.axes)
+
+
+# --- product + reduction ------------------------------------------------------------------------
+
+
+def _select_fused_reduction(
+    spec: Spec, target: Spec, sizes: tuple[int, int, int], uneven: UnevenShards, algorithm: str, is_in_vmap: bool
+) -> tuple[str, tuple[str, int], int] | None:
+    """Returns the fused operator that completes a partial product: its kind, the communicator's name and size, a
+    dimension.
+
+    Kinds: "scatter", "total", and "sum", a total whose gradient is whole.
+    """
+    plan = spec.mesh.plan(spec.layout, target.layout, spec.shape, spec.dtype.itemsize)
+    step = _step(plan, "reduce_scatter", "all_reduce")
+    if step is None:
+        return None
+    comm = spec.mesh.group_comm(step.axes)
+    if comm is None:
+        return None
+    unsupported_reason = _INSIDE_VMAP if is_in_vmap else _unsupported_reason(plan, step, spec, target.layout, uneven)
+    kind, op, invariant = "scatter", "matmul_reduce_scatter", _invariant_axes(step)
+    if step.kind == "all_reduce":
+        kind, op = "sum" if invariant else "total", "matmul_all_reduce"
+        if unsupported_reason is None and invariant and invariant != set(step.axes):
+            unsupported_reason = "its gradient is whole along some of the axes"
+    if unsupported_reason is None and step.reduce != "sum":
+        unsupported_reason = f"it is no sum but {step.reduce}"
+    if not _should_fuse(op, plan, step, sizes, spec, algorithm, unsupported_reason):
+        return None
+    return kind, (comm.get_name(), comm.get_size()), step.dim
+
+
+class DeferredMatmul:
+    """A product that is partial along some axes, and not computed yet.
+
+    Its operands must not change before it is: a changed operand is an error.
+    """
+
+    def __init__(self, step: RecipeStep, operands: Sequence[Tensor], bias: Sharded | None) -> None:
+        self._step, self._operands, self._bias = step, list(operands), bias
+        watched = [] if is_dynamo_compiling() or torch.is_inference_mode_enabled() else operands[:2]
+        self._versions = [(t, t._version) for t in watched if not t.is_inference()]
+        self._grad = torch.is_grad_enabled()
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._grad and any(t.requires_grad for t in self._operands)
+
+    def compute(self) -> Tensor:
+        """Returns the partial local tensor."""
+        with self._with_call_state():
+            if is_dynamo_compiling():
+                out: Tensor = run_in_graph(self._step.traced_name, self._operands)
+            else:
+                out = self._step.local(self._operands)
+        return out
+
+    def fused_result(self, spec: Spec, target: Spec) -> Tensor | None:
+        """Returns the local tensor under `target` if one fused operator computes it, else None."""
+        is_in_vmap = any(map(is_batchedtensor, self._operands))
+        how = as_trace_constant(
+            _select_fused_reduction, spec, target, self._step.sizes, self._step.uneven, _algorithm(), is_in_vmap
+        )
+        if how is None:
+            return None
+        kind, group, dim = how
+        with self._with_call_state():
+            x, weight = self._operands[0], _as_linear(self._step.call, self._operands[1])
+            if kind == "scatter":
+                out = _ops.matmul_reduce_scatter(x, weight, None, *group, dim, "sum", "auto")
+            elif kind == "sum":
+                out = sum_matmul(x, weight, None, group, "auto")
+            else:
+                out = _ops.matmul_all_reduce(x, weight, None, *group, "sum", "auto")
+        return out if self._bias is None else self._with_bias(out, target)
+
+    def _with_bias(self, out: Tensor, target: Spec) -> Tensor:
+        assert self._bias is not None
+        with self._with_call_state():
+            added: Sharded = torch.add(self._bias._with_local(out, target), self._bias)  # type: ignore[call-overload]
+            return added._moved(target)
+
+    @contextlib.contextmanager
+    def _with_call_state(self) -> Iterator[None]:
+        for tensor, version in () if is_dynamo_compiling() else self._versions:
+            if tensor._version != version:
+                raise StateError(
+                    f"{self._step.call.name}: expected operands that stay as they are until the product is needed, got "
+                    "one that changed in place; take .local of the result first, or reshard it"
+                )
+        device = self._operands[0].device.type
+        cast = torch._C._is_any_autocast_enabled()  # the operands are already cast, if necessary
+        with torch.set_grad_enabled(self._grad), torch.autocast(device, enabled=False) if cast else _null_context:
+            yield
+
+
+def is_matmul(call: Call) -> bool:
+    """Returns True if the call may be fused with communication."""
+    return call.name in _NAMES and len(call.inputs[1].shape) == 2 and len(call.inputs[0].shape) >= 2
+
+
+def linear(x: Sharded, weight: Sharded, bias: Sharded | None = None, *, out: Any = None) -> Sharded:
+    """Computes nn.functional.linear with its result in a given layout: any spelling of one; None leaves it as
+    computed."""
+    y: Sharded = F.linear(x, weight, bias)  # type: ignore[arg-type, assignment]
+    return y if out is None else y.reshard(out)

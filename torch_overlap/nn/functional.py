@@ -1,0 +1,109 @@
+"""Products of layers whose activations are whole on every rank: the two without sequence parallelism.
+
+Convention: a value that is whole on every rank has a gradient that is whole on every rank, as when all ranks compute
+the same loss from it. Gradients of the first order only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torch_overlap._C import TorchComm
+from torch_overlap.ops._arguments import group
+
+__all__ = ["copy_matmul", "local_shard", "sum_matmul"]
+
+_ops = torch.ops.torch_overlap
+
+
+def copy_matmul(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], comm: TorchComm, algorithm: str
+) -> list[Tensor]:
+    """Computes linear(x, w, b) for each weight of this rank. The gradient of x is the sum of all ranks' products.
+
+    That sum is a matmul_all_reduce, which overlaps communication with the product. `biases` has an entry for each
+    weight.
+    """
+    cast = [_autocast(t) for t in (x, *weights, *biases)]
+    outputs: tuple[Tensor, ...] = _CopyMatmul.apply(*group(comm), algorithm, *cast)  # type: ignore[no-untyped-call]
+    return list(outputs)
+
+
+def sum_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, comm: TorchComm | tuple[str, int], algorithm: str
+) -> Tensor:
+    """Computes matmul_all_reduce(x, weight, comm, bias). Its backward pass sends nothing: the gradient is whole.
+
+    `comm`: the communicator, or its name and size.
+    """
+    cast = [_autocast(t) for t in (x, weight, bias)]
+    output: Tensor = _SumMatmul.apply(*(comm if isinstance(comm, tuple) else group(comm)), algorithm, *cast)  # type: ignore[no-untyped-call]
+    return output
+
+
+def local_shard(x: Tensor, dim: int, comm: TorchComm) -> Tensor:
+    """Returns this rank's part of an `x` that is whole on every rank; the parts' gradients are gathered."""
+    part: Tensor = _ops._own_part(x, dim, *group(comm))
+    return part
+
+
+def _autocast(t: Tensor | None) -> Tensor | None:
+    if t is None:
+        return None
+    kind = t.device.type
+    if torch.is_autocast_enabled(kind) and t.is_floating_point() and t.dtype != torch.float64:
+        return t.to(torch.get_autocast_dtype(kind))
+    return t
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.flatten(0, -2)
+
+
+class _CopyMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: str, size: int, algorithm: str, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        ctx.group, ctx.algorithm = (comm, size), algorithm
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x_grad, wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[4:]
+        count = len(weights)
+        x_grad = None
+        if needs_x_grad:
+            # One product over all columns, so that 16-bit gradients are rounded once.
+            grad, weight = (torch.cat(grads, -1), torch.cat(weights)) if count > 1 else (grads[0], weights[0])
+            x_grad = _ops.matmul_all_reduce(grad, weight.t(), None, *ctx.group, "sum", ctx.algorithm)
+        found = [_rows(g).t().mm(_rows(x)) if needed else None for g, needed in zip(grads, wanted[:count], strict=True)]
+        found += [_rows(g).sum(0) if needed else None for g, needed in zip(grads, wanted[count:], strict=True)]
+        return None, None, None, x_grad, *found
+
+
+class _SumMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, comm: str, size: int, algorithm: str, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        total: Tensor = _ops.matmul_all_reduce(x, weight, bias, comm, size, "sum", algorithm)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[3:]
+        x_grad = grad.matmul(weight) if needs_x_grad else None
+        weight_grad = _rows(grad).t().mm(_rows(x)) if needs_weight_grad else None
+        return None, None, None, x_grad, weight_grad, _rows(grad).sum(0) if needs_bias_grad else None
