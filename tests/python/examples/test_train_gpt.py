@@ -40,7 +40,7 @@ def assert_trained_and_checked(code: int, output: str, out: Path, *, steps: int,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "algorithm", "dtype", "tolerance"),
-    [(2, "auto", "float32", 1e-3), (4, "sequential", "float32", 1e-3), (2, "pipelined", "bfloat16", 2e-2)],
+    [(4, "sequential", "float32", 1e-3), (2, "pipelined", "bfloat16", 2e-2)],  # two ranks in float32: below
 )
 def test_trains_and_equals_one_rank(launcher, tmp_path, ranks, algorithm, dtype, tolerance):
     pytest.importorskip("matplotlib")
@@ -50,7 +50,7 @@ def test_trains_and_equals_one_rank(launcher, tmp_path, ranks, algorithm, dtype,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["none", "bulk", "pipelined", "p2p", "auto"])
+@pytest.mark.parametrize("overlap", ["bulk", "pipelined", "p2p", "auto"])  # "none": in the other two tests
 def test_every_way_to_overlap_trains_and_equals_one_rank(launcher, tmp_path, overlap):
     pytest.importorskip("matplotlib")
     arguments = ("--steps", 30, "--check-steps", 10, "--overlap", overlap, "--out", tmp_path)
