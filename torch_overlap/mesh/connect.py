@@ -58,8 +58,9 @@ def mesh_without(mesh: MeshComms, axes: Sequence[str]) -> MeshComms:
 
     The first call makes it, which is collective over all ranks.
     """
+    mesh.prepare()  # raises if the mesh was closed, and the parts with it
     key = tuple(sorted(axes))
-    if key not in mesh._parts or not mesh._is_open:  # of a closed mesh prepare() raises
+    if key not in mesh._parts:
         part = _make_part(mesh, key)
         mesh._add_part(part)
         mesh._parts[key] = part

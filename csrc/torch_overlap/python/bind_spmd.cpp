@@ -93,8 +93,6 @@ torch_overlap.mesh.connect creates it, collectively.)")
           "Returns the cheapest Plan by `cost` that reshards a tensor of global shape `shape`, "
           "with elements of `element_size` bytes, from `from_layout` to `to_layout`. Plans are "
           "cached.")
-      .def_property_readonly("_is_open", &MeshComms::is_open,
-                             "True until close(), or until its communicator ends.")
       .def("_add_part", &MeshComms::add_part, py::arg("part"), "Makes close() close `part` first.")
       .def("close", &MeshComms::close, py::call_guard<py::gil_scoped_release>(),
            "Finalizes the communicators that this object created, but not the one it was given. "

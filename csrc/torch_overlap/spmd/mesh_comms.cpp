@@ -154,8 +154,14 @@ std::string MeshComms::format_axes(const AxisList& axes) const {
   return out;
 }
 
+void MeshComms::check_open() const {
+  TORCH_OVERLAP_CHECK(!closed_, kState, "mesh '", name_,
+                      "': expected an open mesh, got one that was closed");
+}
+
 void MeshComms::prepare(const std::vector<AxisList>& sets) {
   std::lock_guard lock(mutex_);
+  check_open();
   for (const AxisList& axes : sets) {
     for (const AxisRef& ref : axes) mesh_.check(ref);
     find_or_make_group(in_mesh_order(axes), /*may_split=*/true);
@@ -168,8 +174,7 @@ const Group& MeshComms::group(const AxisList& axes, bool may_split) {
 }
 
 const Group& MeshComms::find_or_make_group(const AxisList& axes, bool may_split) {
-  TORCH_OVERLAP_CHECK(!closed_, kState, "mesh '", name_,
-                      "': expected an open mesh, got one that was closed");
+  check_open();
   const auto known = groups_.find(axes);
   if (known != groups_.end()) return known->second;
   Group made{.indices = mesh_.group_at(index_, axes), .comm = {}, .comm_name = {}};

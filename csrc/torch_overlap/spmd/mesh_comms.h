@@ -61,7 +61,8 @@ class TORCH_OVERLAP_API MeshComms : public std::enable_shared_from_this<MeshComm
   int64_t rank() const noexcept { return rank_; }    // in comm() and in the mesh
   int64_t index() const noexcept { return index_; }  // position in the mesh
 
-  // Collective. Creates the communicators that these sets do not have yet.
+  // Collective. Creates the communicators that these sets do not have yet. Throws kState if the
+  // mesh was closed, also without sets.
   void prepare(const std::vector<mesh::AxisList>& sets);
   // Returns the group over `axes`, in any order. A set without a communicator is split off if
   // `may_split` and no capture is in progress. Otherwise throws kState with a message that says how
@@ -86,6 +87,7 @@ class TORCH_OVERLAP_API MeshComms : public std::enable_shared_from_this<MeshComm
  private:
   MeshComms(mesh::Mesh mesh, std::shared_ptr<TorchComm> comm, std::string name,
             mesh::CostModel cost);
+  void check_open() const;  // throws kState if the mesh was closed
   const Group& find_or_make_group(const mesh::AxisList& axes, bool may_split);
   std::string format_axes(const mesh::AxisList& axes) const;
 
