@@ -877,34 +877,7 @@ def _destroy_comm_overlap_buffer(id: int) -> None: ...
 def _destroy_all_comm_overlap_buffers() -> None: ...
 def _find_comm_overlap_buffer(id: int) -> CommOverlapCore: ...
 def _comm_overlap_buffers() -> dict[int, tuple[str, CommOverlapConfig, int]]: ...
-def _explain_algorithm(
-    op: str,
-    algorithm: str,
-    comm: TorchComm,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    chunk_rows: int,
-    gather_bytes: int = 0,
-    scatter_bytes: int = 0,
-    local_shape: tuple[int, int, int] = (0, 0, 0),
-    prefers_channels: bool = True,
-    scaled: tuple[torch.dtype, torch.dtype, int, bool] | None = None,
-    low_latency_bytes: int | None = None,
-    reduces: bool = False,
-) -> tuple[str, str, str]: ...
-def _summed_product_problem(
-    op: str,
-    comm: TorchComm,
-    rows: int,
-    features: int,
-    local_k: int,
-    dtype: torch.dtype,
-    scaling_mode: int | None = None,
-) -> dict[str, Any]: ...
-
-_ROW_PIECES: int
-
-def _column_exchange_bytes(bytes: Sequence[int]) -> int: ...
+def _explain(call: Callable[[], Any]) -> tuple[str, str, str]: ...
 def _algorithms() -> list[str]: ...
 def _tuning_key(
     op: str, m: int, n: int, k: int, dtype: torch.dtype, group_size: int, device: str, in_graph: bool

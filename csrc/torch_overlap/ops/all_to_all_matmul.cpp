@@ -1,65 +1,61 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "torch_overlap/common/views.h"
+#include "torch_overlap/ops/autograd.h"
 #include "torch_overlap/ops/exchange.h"
-#include "torch_overlap/ops/pipeline.h"
-#include "torch_overlap/ops/register.h"
+#include "torch_overlap/ops/rows.h"
 
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kAllToAllMatmul = "all_to_all_matmul";
+constexpr std::string_view kAllToAllMatmul = AllToAllMatmul::kName;
 
 // Allocates linear(all_to_all(x, 0, -1), weight, bias): x [tokens, ..., k / size].
-Tensor all_to_all_matmul_out(const Tensor& x, const Tensor& weight,
-                             const std::optional<Tensor>& bias, int64_t group_size,
-                             std::string_view algorithm) {
-  check_group_size(kAllToAllMatmul, group_size);
-  check_exchange_algorithm(kAllToAllMatmul, algorithm);
-  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kAllToAllMatmul,
-                      ": expected x [tokens, ..., features] of two or more dimensions, got shape ",
-                      x.sym_sizes(), ". Use x.unsqueeze(0).");
-  check_divisible(kAllToAllMatmul, x, 0, group_size);
-  check_weight(kAllToAllMatmul, x, weight, /*index=*/-1, /*ranks=*/group_size);
-  if (bias) check_bias(kAllToAllMatmul, x, *bias, weight);
-  auto sizes = x.sym_sizes().vec();
-  sizes[0] = sizes[0] / group_size;
-  sizes.back() = weight.sym_size(0);
-  return at::empty_symint(sizes, x.options());
+Tensor allocate(const AllToAllMatmul& call) {
+  check_group_size(kAllToAllMatmul, call.group_size);
+  check_exchange_algorithm(kAllToAllMatmul, call.algorithm);
+  check_row_dim(kAllToAllMatmul, call.x, 0, "tokens");
+  check_divisible(kAllToAllMatmul, call.x, 0, call.group_size);
+  check_weight(kAllToAllMatmul, call.x, call.weight, /*index=*/-1, /*ranks=*/call.group_size);
+  if (call.bias) check_bias(kAllToAllMatmul, call.x, *call.bias, call.weight);
+  auto sizes = call.x.sym_sizes().vec();
+  sizes[0] = sizes[0] / call.group_size;
+  sizes.back() = call.weight.sym_size(0);
+  return at::empty_symint(sizes, call.x.options());
 }
 
-Tensor all_to_all_matmul_kernel(const Tensor& x, const Tensor& weight,
-                                const std::optional<Tensor>& bias, std::string_view comm,
-                                int64_t group_size, std::string_view algorithm) {
-  auto out = all_to_all_matmul_out(x, weight, bias, group_size, algorithm);
-  const auto communicator = find_comm(kAllToAllMatmul, comm, group_size);
+Tensor all_to_all_matmul_kernel(const AllToAllMatmul& call) {
+  auto out = allocate(call);
+  if (is_shape_only(call.x)) return out;
+  const auto comm = find_comm(kAllToAllMatmul, call.comm, call.group_size);
   const auto rows = out.flatten(0, -2);
-  const std::vector<Tensor> matrices{to_rows(x, 0)};
+  const std::vector<Tensor> matrices{to_rows(call.x, 0)};
   const auto chosen = choose_exchange({.op = kAllToAllMatmul,
-                                       .dtype = x.scalar_type(),
+                                       .dtype = call.x.scalar_type(),
                                        .m = matrices[0].size(0),
-                                       .n = weight.size(0),
-                                       .k = weight.size(1),
+                                       .n = call.weight.size(0),
+                                       .k = call.weight.size(1),
                                        .chunk_rows = rows.size(0) / kNumRowPieces,
                                        .gather_bytes = RowExchange::channel_bytes(matrices)},
-                                      algorithm, communicator);
-  const auto inputs =
-      RowExchange::start(kAllToAllMatmul, communicator, matrices, kNumRowPieces, chosen);
+                                      call.algorithm, comm);
+  if (!chosen) return out;
+  GemmArgs whole;
+  whole.rhs = transposed_operand(call.weight);
+  whole.epilogue.bias = contiguous_or_undefined(call.bias);
+  const auto inputs = RowExchange::start(kAllToAllMatmul, comm, matrices, kNumRowPieces, *chosen);
   for (size_t step = 0; step < inputs->steps(); ++step) {
     const auto input = inputs->wait(step);
     const ProfilerRange span("chunk_gemm", step);
     const auto [begin, length] = inputs->range(step);
-    linear_out(kAllToAllMatmul, rows.narrow(0, begin, length), input, weight, bias,
-               /*overlaps_communication=*/length < rows.size(0));
+    GemmArgs args = whole;
+    args.lhs.data = input;
+    args.out = row_view(rows, begin, length);
+    args.overlaps_communication = length < rows.size(0);
+    Product(kAllToAllMatmul, std::move(args)).run();
   }
   inputs->finish();
   return out;
-}
-
-Tensor all_to_all_matmul_meta(const Tensor& x, const Tensor& weight,
-                              const std::optional<Tensor>& bias, std::string_view,
-                              int64_t group_size, std::string_view algorithm) {
-  return all_to_all_matmul_out(x, weight, bias, group_size, algorithm);
 }
 
 // The gradient. With g the gradient of the result and A = all_to_all(x, 0, -1):
@@ -67,43 +63,60 @@ Tensor all_to_all_matmul_meta(const Tensor& x, const Tensor& weight,
 // Pipelined: A is exchanged again while the first columns of g weight are computed. Each part of g
 // weight travels while the next one is computed, and the last one during the product for the
 // weight's gradient.
+struct AllToAllMatmulBackward {
+  using Result = std::tuple<Tensor, Tensor>;
+  static constexpr const char* kName = "_all_to_all_matmul_backward";
+  Tensor grad;
+  Tensor x;
+  Tensor weight;
+  bool x_wanted;
+  bool weight_wanted;
+  std::string_view comm;
+  int64_t group_size;
+  std::string_view algorithm;
 
-std::tuple<Tensor, Tensor> all_to_all_gradients_out(const Tensor& x, const Tensor& weight,
-                                                    bool x_wanted, bool weight_wanted) {
-  return {x_wanted ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options()),
-          weight_wanted ? at::empty_symint(weight.sym_sizes(), x.options())
-                        : at::empty({0}, x.options())};
-}
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.grad, self.x, self.weight, self.x_wanted, self.weight_wanted, self.comm,
+                    self.group_size, self.algorithm);
+  }
+};
 
-std::tuple<Tensor, Tensor> all_to_all_gradients_kernel(const Tensor& grad, const Tensor& x,
-                                                       const Tensor& weight, bool x_wanted,
-                                                       bool weight_wanted, std::string_view comm,
-                                                       int64_t group_size,
-                                                       std::string_view algorithm) {
-  auto [x_grad, weight_grad] = all_to_all_gradients_out(x, weight, x_wanted, weight_wanted);
-  const auto communicator = find_comm(kAllToAllMatmul, comm, group_size);
-  const auto grad_rows = to_rows(grad, 0);
-  const auto x_rows = x_wanted ? x_grad.flatten(0, -2) : Tensor();
+AllToAllMatmulBackward::Result all_to_all_matmul_backward_kernel(const AllToAllMatmulBackward& call) {
+  const auto& [x, weight] = std::tie(call.x, call.weight);
+  const auto wanted_like = [&](const Tensor& operand, bool wanted) {
+    return wanted ? at::empty_symint(operand.sym_sizes(), x.options())
+                  : at::empty({0}, x.options());
+  };
+  AllToAllMatmulBackward::Result out{wanted_like(x, call.x_wanted),
+                                     wanted_like(weight, call.weight_wanted)};
+  if (is_shape_only(x)) return out;
+  auto& [x_grad, weight_grad] = out;
+  const auto comm = find_comm(kAllToAllMatmul, call.comm, call.group_size);
+  const auto grad_rows = to_rows(call.grad, 0);
+  const auto x_rows = call.x_wanted ? x_grad.flatten(0, -2) : Tensor();
   const std::vector<Tensor> matrices =
-      weight_wanted ? std::vector<Tensor>{to_rows(x, 0)} : std::vector<Tensor>();
+      call.weight_wanted ? std::vector<Tensor>{to_rows(x, 0)} : std::vector<Tensor>();
   const auto chosen = choose_exchange(
       {.op = kAllToAllMatmul,
        .dtype = x.scalar_type(),
-       .m = grad_rows.size(0) * group_size,
+       .m = grad_rows.size(0) * call.group_size,
        .n = weight.size(0),
        .k = weight.size(1),
        .chunk_rows = grad_rows.size(0),
        .gather_bytes = RowExchange::channel_bytes(matrices),
-       .scatter_bytes =
-           x_wanted ? ColumnExchange::channel_bytes({static_cast<int64_t>(x_rows.nbytes())}) : 0},
-      algorithm, communicator);
+       .scatter_bytes = call.x_wanted ? ColumnExchange::channel_bytes(
+                                            {static_cast<int64_t>(x_rows.nbytes())})
+                                      : 0},
+      call.algorithm, comm);
+  if (!chosen) return out;
   std::unique_ptr<RowExchange> inputs;
-  if (weight_wanted) {
-    inputs = RowExchange::start(kAllToAllMatmul, communicator, matrices, /*pieces=*/1, chosen);
+  if (call.weight_wanted) {
+    inputs = RowExchange::start(kAllToAllMatmul, comm, matrices, /*pieces=*/1, *chosen);
   }
   std::unique_ptr<ColumnExchange> outputs;
-  if (x_wanted && chosen != Algorithm::sequential) {
-    outputs = ColumnExchange::start(kAllToAllMatmul, communicator, {x_rows}, chosen);
+  if (call.x_wanted && chosen != Algorithm::sequential) {
+    outputs = ColumnExchange::start(kAllToAllMatmul, comm, {x_rows}, *chosen);
     for (size_t step = 0; step < outputs->steps(); ++step) {
       {
         const ProfilerRange span("chunk_gemm", step);
@@ -113,93 +126,62 @@ std::tuple<Tensor, Tensor> all_to_all_gradients_kernel(const Tensor& grad, const
       }
       outputs->send(0, step);
     }
-  } else if (x_wanted) {
-    all_to_all_columns(*communicator, at::mm(grad_rows, weight), x_rows);
+  } else if (call.x_wanted) {
+    all_to_all_columns(*comm, at::mm(grad_rows, weight), x_rows);
   }
-  if (weight_wanted) {
+  if (call.weight_wanted) {
     at::mm_out(weight_grad, grad_rows.t(), inputs->wait_all());
     inputs->finish();
   }
   if (outputs) outputs->wait_all();
-  return {std::move(x_grad), std::move(weight_grad)};
-}
-
-std::tuple<Tensor, Tensor> all_to_all_gradients_meta(const Tensor&, const Tensor& x,
-                                                     const Tensor& weight, bool x_wanted,
-                                                     bool weight_wanted, std::string_view, int64_t,
-                                                     std::string_view) {
-  return all_to_all_gradients_out(x, weight, x_wanted, weight_wanted);
-}
-
-class AllToAllMatmul : public Function<AllToAllMatmul> {
- public:
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                        const std::optional<Tensor>& bias, std::string_view comm,
-                        int64_t group_size, std::string_view algorithm) {
-    const BelowAutograd guard;
-    auto out = ops::all_to_all_matmul(x, weight, bias, comm, group_size, algorithm);
-    ctx->save_for_backward({x, weight});
-    ctx->saved_data["has_bias"] = bias.has_value();
-    ctx->saved_data["comm"] = std::string(comm);
-    ctx->saved_data["group_size"] = group_size;
-    ctx->saved_data["algorithm"] = std::string(algorithm);
-    return out;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const auto& [x, weight] = std::tie(saved[0], saved[1]);
-    variable_list result(6);
-    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
-      result[2] = grads[0].flatten(0, -2).sum(0);
-    }
-    const bool x_wanted = ctx->needs_input_grad(0);
-    const bool weight_wanted = ctx->needs_input_grad(1);
-    if (!x_wanted && !weight_wanted) return result;
-    const auto& comm = ctx->saved_data["comm"].toStringRef();
-    const int64_t group_size = ctx->saved_data["group_size"].toInt();
-    const auto& algorithm = ctx->saved_data["algorithm"].toStringRef();
-    if (at::GradMode::is_enabled()) {  // double backward may be requested
-      if (x_wanted) {
-        result[0] = ops::matmul_all_to_all(grads[0], {weight.t()}, OptionalTensors(), comm,
-                                           group_size, algorithm)[0];
-      }
-      if (weight_wanted) {
-        const auto inputs = ops::all_to_all(x, 0, -1, comm, group_size);
-        result[1] = grads[0].flatten(0, -2).t().mm(inputs.flatten(0, -2));
-      }
-      return result;
-    }
-    static const auto gradients =
-        find_op<decltype(all_to_all_gradients_kernel)>("_all_to_all_matmul_backward");
-    auto [x_grad, weight_grad] =
-        gradients.call(grads[0], x, weight, x_wanted, weight_wanted, comm, group_size, algorithm);
-    if (x_wanted) result[0] = std::move(x_grad);
-    if (weight_wanted) result[1] = std::move(weight_grad);
-    return result;
-  }
-};
-
-Tensor all_to_all_matmul_autograd(const Tensor& x, const Tensor& weight,
-                                  const std::optional<Tensor>& bias, std::string_view comm,
-                                  int64_t group_size, std::string_view algorithm) {
-  const auto present = bias && bias->defined() ? bias : std::nullopt;
-  if (needs_autograd(x) || needs_autograd(weight) || (present && needs_autograd(*present))) {
-    return AllToAllMatmul::apply(x, weight, present, comm, group_size, algorithm);
-  }
-  const BelowAutograd guard;
-  return ops::all_to_all_matmul(x, weight, present, comm, group_size, algorithm);
+  return out;
 }
 
 }  // namespace
 
-Tensor all_to_all_matmul(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                         std::string_view comm, int64_t group_size, std::string_view algorithm) {
-  static const auto handle = find_op<decltype(all_to_all_matmul_kernel)>("all_to_all_matmul");
-  return handle.call(x, weight, bias, comm, group_size, algorithm);
+void AllToAllMatmul::backward(Backward<AllToAllMatmul>& pass) {
+  const AllToAllMatmul& call = pass.call;
+  const Tensor& grad = pass.grads[0];
+  if (!grad.defined()) return;
+  if (pass.wants(call.bias)) pass.set(call.bias, grad.flatten(0, -2).sum(0));
+  const bool x_wanted = pass.wants(call.x);
+  const bool weight_wanted = pass.wants(call.weight);
+  if (!x_wanted && !weight_wanted) return;
+  if (at::GradMode::is_enabled()) {  // double backward may be requested
+    if (x_wanted) {
+      pass.set(call.x, ops::matmul_all_to_all({.x = grad,
+                                               .weights = {call.weight.t()},
+                                               .comm = call.comm,
+                                               .group_size = call.group_size,
+                                               .algorithm = call.algorithm})[0]);
+    }
+    if (weight_wanted) {
+      const auto inputs = ops::all_to_all(call.x, 0, -1, call.comm, call.group_size);
+      pass.set(call.weight, grad.flatten(0, -2).t().mm(inputs.flatten(0, -2)));
+    }
+    return;
+  }
+  auto [x_grad, weight_grad] =
+      Operator<AllToAllMatmulBackward>::dispatch({.grad = grad,
+                                                  .x = call.x,
+                                                  .weight = call.weight,
+                                                  .x_wanted = x_wanted,
+                                                  .weight_wanted = weight_wanted,
+                                                  .comm = call.comm,
+                                                  .group_size = call.group_size,
+                                                  .algorithm = call.algorithm});
+  if (x_wanted) pass.set(call.x, std::move(x_grad));
+  if (weight_wanted) pass.set(call.weight, std::move(weight_grad));
 }
+
+Tensor all_to_all_matmul(const AllToAllMatmul& call) {
+  return Operator<AllToAllMatmul>::dispatch(call);
+}
+
+TORCH_OVERLAP_OPERATOR(AllToAllMatmul, all_to_all_matmul_kernel)
+TORCH_OVERLAP_AUTOGRAD(AllToAllMatmul, autograd_kernel<AllToAllMatmul>)
+TORCH_OVERLAP_AUTOCAST(AllToAllMatmul)
+TORCH_OVERLAP_OPERATOR(AllToAllMatmulBackward, all_to_all_matmul_backward_kernel)
 
 }  // namespace torch_overlap::ops
 
@@ -212,18 +194,4 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
       "_all_to_all_matmul_backward(Tensor grad, Tensor x, Tensor weight, bool x_wanted,"
       " bool weight_wanted, str comm, int group_size, str algorithm) -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("all_to_all_matmul", torch_overlap::ops::all_to_all_matmul_kernel);
-  m.impl("_all_to_all_matmul_backward", torch_overlap::ops::all_to_all_gradients_kernel);
-}
-
-TORCH_OVERLAP_KERNELS(Meta, m) {
-  m.impl("all_to_all_matmul", torch_overlap::ops::all_to_all_matmul_meta);
-  m.impl("_all_to_all_matmul_backward", torch_overlap::ops::all_to_all_gradients_meta);
-}
-
-TORCH_OVERLAP_KERNELS(Autograd, m) {
-  m.impl("all_to_all_matmul", torch_overlap::ops::all_to_all_matmul_autograd);
 }

@@ -34,6 +34,25 @@ int64_t wrap_dim(std::string_view op, const at::Tensor& x, int64_t dim, std::str
   return dim < 0 ? dim + x.dim() : dim;
 }
 
+int64_t check_row_dim(std::string_view op, const at::Tensor& x, int64_t dim,
+                      std::string_view what) {
+  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, op,
+                      ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
+                      "; use x.unsqueeze(0)");
+  const int64_t wrapped = wrap_dim(op, x, dim, what);
+  TORCH_OVERLAP_CHECK(wrapped + 1 < x.dim(), kValue, op, ": expected ", what,
+                      " to be a dimension of rows, got ", dim, ", the features of shape ",
+                      x.sym_sizes(), ". Move the features last, or use the plain collective.");
+  return wrapped;
+}
+
+std::optional<at::Tensor> optional_at(const c10::List<std::optional<at::Tensor>>& tensors,
+                                      size_t i) {
+  if (tensors.empty()) return std::nullopt;
+  std::optional<at::Tensor> tensor = tensors.get(i);
+  return tensor && tensor->defined() ? tensor : std::nullopt;
+}
+
 void check_group_size(std::string_view op, int64_t group_size) {
   TORCH_OVERLAP_CHECK(group_size > 0, kValue, op, ": expected group_size > 0, got ", group_size,
                       "; pass comm.get_size()");

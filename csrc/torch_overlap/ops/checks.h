@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Scalar.h>
 #include <c10/core/SymInt.h>
@@ -19,6 +20,8 @@ namespace torch_overlap::ops {
 
 // Returns `dim` as a non-negative dimension of `x`.
 int64_t wrap_dim(std::string_view op, const at::Tensor& x, int64_t dim, std::string_view what);
+// Returns `dim`, the argument `what`, as a non-negative dimension of the rows of x [..., features].
+int64_t check_row_dim(std::string_view op, const at::Tensor& x, int64_t dim, std::string_view what);
 void check_group_size(std::string_view op, int64_t group_size);
 // Guards on equality if the sizes are symbolic.
 void check_size(std::string_view op, std::string_view what, const c10::SymInt& expected,
@@ -58,6 +61,10 @@ void check_weight_count(std::string_view op, size_t weights, size_t biases);
 // Checks that `value` is one of the space-separated `choices`.
 void check_choice(std::string_view op, std::string_view what, std::string_view choices,
                   std::string_view value);
+
+// Returns element i of a list of optional tensors; empty if there is none, or the list is empty.
+std::optional<at::Tensor> optional_at(const c10::List<std::optional<at::Tensor>>& tensors,
+                                      size_t i);
 
 // Returns the communicator `name`, which must have `group_size` ranks.
 std::shared_ptr<TorchComm> find_comm(std::string_view op, std::string_view name,

@@ -6,6 +6,7 @@
 #include <array>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/ops/tuning.h"
@@ -88,27 +89,34 @@ std::string low_latency_unsupported_reason(const OverlapProblem& problem,
   return unsupported_reason_of({summed.bytes > 0 ? summed : gathered}, problem, comm, lookup);
 }
 
-FusedShape fused_shape(const OverlapProblem& problem, const TorchComm& comm) {
+// The shape of the fused kernel of a product with `columns`.
+FusedShape fused_shape(const OverlapProblem& problem, const TorchComm& comm, int64_t columns) {
   const int64_t rows = problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm.size();
   return {.device = comm.device(),
           .types = problem.types.value_or(FusedTypes::all(problem.dtype)),
           .rows = {rows, comm.size()},
-          .n = problem.local_n,
+          .n = columns,
           .k = problem.local_k};
 }
 
-// Returns the channel bytes of a kernel that multiplies and sums; 0 if there is none.
-int64_t max_fused_allreduce_bytes(const OverlapProblem& problem, const TorchComm& comm,
-                                  const FusedShape& shape) {
-  if (!problem.is_all_reduce) return 0;
+// The shape of the kernel that multiplies and sums.
+FusedShape fused_allreduce_shape(const OverlapProblem& problem, const TorchComm& comm) {
+  FusedShape shape = fused_shape(problem, comm, problem.local_n.at(0));
+  shape.rows.rows = problem.m;
+  return shape;
+}
+
+int64_t fused_allreduce_bytes(const OverlapProblem& problem, const TorchComm& comm,
+                              const FusedShape& shape) {
   return overlap_device(problem.op, comm.device().type()).max_fused_allreduce_bytes(shape);
 }
 
 // True if that kernel is the default when nothing was measured.
 bool should_fuse_allreduce(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
-  return problem.is_all_reduce &&
+  return problem.is_all_reduce && problem.local_k > 0 &&
          overlap_device(problem.op, comm->device().type())
-             .should_fuse_allreduce(fused_shape(problem, *comm), min_sm_count(problem, comm));
+             .should_fuse_allreduce(fused_allreduce_shape(problem, *comm),
+                                    min_sm_count(problem, comm));
 }
 
 // Returns why the device has no fused kernel for the problem, or why it cannot be used; empty if it
@@ -117,10 +125,11 @@ std::string fused_unsupported_reason(const OverlapProblem& problem,
                                      const std::shared_ptr<TorchComm>& comm, ChannelLookup lookup) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
   OverlapDevice& device = overlap_device(problem.op, comm->device().type());
-  const FusedShape shape = fused_shape(problem, *comm);
-  auto why = device.fused_unsupported_reason(shape);
-  if (!why.empty()) return why;
-  if (const int64_t required_bytes = max_fused_allreduce_bytes(problem, *comm, shape);
+  for (const int64_t columns : problem.local_n) {
+    auto why = device.fused_unsupported_reason(fused_shape(problem, *comm, columns));
+    if (!why.empty()) return why;
+  }
+  if (const int64_t required_bytes = ops::fused_allreduce_bytes(problem, *comm);
       required_bytes > 0) {
     return unsupported_reason_of({{OperatorChannel::reduce, required_bytes}}, problem, comm,
                                  lookup);
@@ -128,6 +137,12 @@ std::string fused_unsupported_reason(const OverlapProblem& problem,
   auto no_channel = channel_unsupported_reason(problem, comm, lookup);
   if (!no_channel.empty() || !problem.fused_kernel_waits_for_copies()) return no_channel;
   return shares_devices(problem, *comm) ? kSharedGpuCopiesNeedSms : "";
+}
+
+std::string pipelined_unsupported_reason(const OverlapProblem& problem,
+                                         const std::shared_ptr<TorchComm>&, ChannelLookup) {
+  if (problem.can_pipeline) return {};
+  return concat("products of ", problem.dtype, " are torch's");
 }
 
 // An algorithm and the function that returns why it cannot run; null: it always can.
@@ -140,7 +155,7 @@ struct AlgorithmInfo {
 // Indexed by Algorithm.
 constexpr std::array<AlgorithmInfo, 6> kAlgorithms{
     {{"sequential", nullptr},
-     {"pipelined", nullptr},
+     {"pipelined", pipelined_unsupported_reason},
      {"p2p", channel_unsupported_reason},
      {"bulk", channel_unsupported_reason},
      {"fused", fused_unsupported_reason},
@@ -170,7 +185,7 @@ std::string unsupported_reason(Algorithm algorithm, const OverlapProblem& proble
 bool should_use_fused(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                       ChannelLookup lookup) {
   return problem.local_k > 0 &&
-         max_fused_allreduce_bytes(problem, *comm, fused_shape(problem, *comm)) == 0 &&
+         ops::fused_allreduce_bytes(problem, *comm) == 0 &&
          unsupported_reason(Algorithm::fused, problem, comm, lookup).empty() &&
          !shares_devices(problem, *comm);
 }
@@ -188,6 +203,9 @@ Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<Torch
             concat("chunks of ", problem.chunk_rows, " rows are quicker computed than sent; ",
                    kMinChunkRows, " are worth it"),
             kRule};
+  }
+  if (!problem.can_pipeline) {
+    return {Algorithm::sequential, pipelined_unsupported_reason(problem, comm, lookup), kRule};
   }
   // On a CPU only the communicator's threads run concurrently with a product.
   if (comm->device().is_cpu()) return {Algorithm::pipelined, "a CPU", kRule};
@@ -216,21 +234,20 @@ bool is_same_fused_kernel(const TunedAlgorithm& tuned, const OverlapProblem& pro
                           const TorchComm& comm) {
   constexpr int64_t kUnit = 64;
   const auto rounded = [](int64_t size) { return (size + kUnit - 1) / kUnit * kUnit; };
-  const FusedShape shape = fused_shape(problem, comm);
-  FusedShape measured = shape;
+  if (!problem.is_all_reduce || problem.local_k == 0) return true;
+  FusedShape measured = fused_allreduce_shape(problem, comm);
   measured.rows.rows = tuned.m;
   measured.n = rounded(tuned.n);
   measured.k = rounded(tuned.k / comm.size());
-  return (max_fused_allreduce_bytes(problem, comm, measured) > 0) ==
-         (max_fused_allreduce_bytes(problem, comm, shape) > 0);
+  return (fused_allreduce_bytes(problem, comm, measured) > 0) ==
+         (ops::fused_allreduce_bytes(problem, comm) > 0);
 }
 
 // True if the kernel that multiplies and sums is for graphs only: while it waits for ranks it may
 // leave no SM to other streams, and in eager mode nothing orders it before kernels there that wait,
 // too.
 bool is_graph_only(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
-  return max_fused_allreduce_bytes(problem, *comm, fused_shape(problem, *comm)) > 0 &&
-         !should_fuse_allreduce(problem, comm);
+  return ops::fused_allreduce_bytes(problem, *comm) > 0 && !should_fuse_allreduce(problem, comm);
 }
 
 // Chooses the measured algorithm of this mode (captured or eager) if it can run, otherwise that of
@@ -297,7 +314,7 @@ struct ChoiceKeyHash {
   size_t operator()(const ChoiceKey& key) const noexcept {
     const OverlapProblem& problem = key.problem;
     return c10::get_hash(problem.op, problem.dtype, problem.m, problem.n, problem.k,
-                         problem.chunk_rows, problem.local_n, key.asked.has_value(), key.in_graph);
+                         problem.chunk_rows, problem.local_k, key.asked.has_value(), key.in_graph);
   }
 };
 
@@ -357,10 +374,27 @@ void check_algorithm(std::string_view op, std::string_view algorithm) {
        "'. Use one of them.");
 }
 
-Algorithm choose_algorithm(const OverlapProblem& problem, std::string_view algorithm,
-                           const std::shared_ptr<TorchComm>& comm,
-                           const std::function<void()>& check) {
+thread_local ExplainScope* explain_scope = nullptr;
+
+ExplainScope::ExplainScope() : outer_(std::exchange(explain_scope, this)) {}
+ExplainScope::~ExplainScope() { explain_scope = outer_; }
+ExplainScope* ExplainScope::current() { return explain_scope; }
+
+bool is_shape_only(const at::Tensor& x) { return x.is_meta() && explain_scope == nullptr; }
+
+int64_t fused_allreduce_bytes(const OverlapProblem& problem, const TorchComm& comm) {
+  if (!problem.is_all_reduce || problem.local_k == 0) return 0;
+  return fused_allreduce_bytes(problem, comm, fused_allreduce_shape(problem, comm));
+}
+
+std::optional<Algorithm> choose_algorithm(const OverlapProblem& problem, std::string_view algorithm,
+                                          const std::shared_ptr<TorchComm>& comm,
+                                          const std::function<void()>& check) {
   check_algorithm(problem.op, algorithm);
+  if (ExplainScope* const scope = ExplainScope::current()) {
+    scope->choice = choose(problem, algorithm, comm, ChannelLookup::find);
+    return std::nullopt;
+  }
   const auto asked = algorithm_of(algorithm);
   if (asked && !can_be_unsupported(*asked)) return *asked;
   return ChoiceCache::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
@@ -369,10 +403,16 @@ Algorithm choose_algorithm(const OverlapProblem& problem, std::string_view algor
   });
 }
 
-Choice explain_algorithm(const OverlapProblem& problem, std::string_view algorithm,
-                         const std::shared_ptr<TorchComm>& comm) {
-  check_algorithm(problem.op, algorithm);
-  return choose(problem, algorithm, comm, ChannelLookup::find);
+std::optional<Algorithm> choose_forward(const OverlapProblem& problem, std::string_view algorithm,
+                                        const std::shared_ptr<TorchComm>& comm) {
+  if (algorithm != "bulk") return choose_algorithm(problem, algorithm, comm);
+  if (ExplainScope* const scope = ExplainScope::current()) {
+    scope->choice = {Algorithm::sequential,
+                     "bulk hides the communication of gradients, and a forward pass has none",
+                     kCaller};
+    return std::nullopt;
+  }
+  return Algorithm::sequential;
 }
 
 bool is_channel_dtype(at::ScalarType dtype) {

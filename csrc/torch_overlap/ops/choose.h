@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <functional>
@@ -37,9 +38,10 @@ struct OverlapProblem {
   // Capacity in bytes that the channels must have. 0: the channel is not used.
   int64_t gather_bytes = 0;
   int64_t scatter_bytes = 0;
-  // This rank's product, if the operator has fused kernels. 0: it has none. local_m: rows of one
-  // kernel; 0: one chunk of each rank. types: set if they are not all `dtype`.
-  int64_t local_n = 0;
+  // This rank's products, if the operator has fused kernels: the columns of each, and k. 0: it has
+  // none. local_m: rows of one kernel; 0: one chunk of each rank. types: set if they are not all
+  // `dtype`.
+  c10::SmallVector<int64_t, 4> local_n{};
   int64_t local_k = 0;
   int64_t local_m = 0;
   std::optional<FusedTypes> types = std::nullopt;
@@ -52,6 +54,8 @@ struct OverlapProblem {
   bool is_all_reduce = false;
   // True if "auto" prefers channels when nothing was measured.
   bool prefers_channels = true;
+  // False if nothing sums or multiplies this dtype in pieces.
+  bool can_pipeline = true;
 
   bool operator==(const OverlapProblem&) const = default;
 
@@ -67,28 +71,48 @@ struct Choice {
   std::string_view decided_by;
 };
 
+// While it lives, choose_algorithm() on this thread explains the choice, without communication, and
+// the operators compute nothing; their operands may be Meta tensors. Assumes, where it is not known
+// yet, that the ranks map each other's memory and have one GPU each (ranks exchange their devices
+// only when they share memory), and that every rank has this rank's cache.
+class TORCH_OVERLAP_API ExplainScope {
+ public:
+  ExplainScope();
+  ~ExplainScope();
+  ExplainScope(const ExplainScope&) = delete;
+  ExplainScope& operator=(const ExplainScope&) = delete;
+  static ExplainScope* current();
+  // Empty: no operator has chosen.
+  std::optional<Choice> choice;
+
+ private:
+  ExplainScope* const outer_;
+};
+
+// True if a kernel is called for the shape and dtype of its results alone: on Meta tensors, unless
+// they stand for real ones in explain.
+bool is_shape_only(const at::Tensor& x);
+
 // Returns the requested `algorithm`, or the one that "auto" selects: from the table, otherwise from
 // the cache, otherwise from the nearest measured sizes in either, otherwise by a rule on the number
 // of rows and the ranks' capabilities. The result is the same on all ranks. The call is collective
 // if it uses channels that do not exist yet, or if the ranks have not exchanged their caches.
 // Throws kUnsupported if the requested algorithm cannot run. The communicator caches the result
 // until set_tuning() or until the capabilities of its channels change. `check`, if set, is called
-// before anything is sent; its exceptions propagate.
-TORCH_OVERLAP_API Algorithm choose_algorithm(const OverlapProblem& problem,
+// before anything is sent; its exceptions propagate. Empty in an ExplainScope: the operator returns
+// without computing.
+TORCH_OVERLAP_API std::optional<Algorithm> choose_algorithm(const OverlapProblem& problem,
                                              std::string_view algorithm,
                                              const std::shared_ptr<TorchComm>& comm,
                                              const std::function<void()>& check = {});
-// Returns the same choice and its reason without communication. Assumes, where it is not known yet,
-// that the ranks map each other's memory and have one GPU each (ranks exchange their devices only
-// when they share memory), and that every rank has this rank's cache.
-TORCH_OVERLAP_API Choice explain_algorithm(const OverlapProblem& problem,
-                                           std::string_view algorithm,
-                                           const std::shared_ptr<TorchComm>& comm);
+// The same for the forward pass of an operator whose gradient has "bulk": "bulk" overlaps only the
+// communication of gradients.
+std::optional<Algorithm> choose_forward(const OverlapProblem& problem, std::string_view algorithm,
+                                        const std::shared_ptr<TorchComm>& comm);
 
-// Returns the algorithm of the forward pass: "bulk" overlaps only the communication of gradients.
-inline std::string_view forward_algorithm(std::string_view algorithm) {
-  return algorithm == "bulk" ? "sequential" : algorithm;
-}
+// Returns the channel bytes of the kernel that multiplies and sums a product of few rows; 0 if
+// "fused" is not that kernel.
+int64_t fused_allreduce_bytes(const OverlapProblem& problem, const TorchComm& comm);
 
 // True if the products over channels support this dtype and channels can sum it.
 bool is_channel_dtype(at::ScalarType dtype);

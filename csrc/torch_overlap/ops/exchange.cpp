@@ -6,7 +6,7 @@
 
 #include "torch_overlap/ops/checks.h"
 #include "torch_overlap/ops/exchange_channel.h"
-#include "torch_overlap/ops/pipeline.h"
+#include "torch_overlap/ops/rows.h"
 
 namespace torch_overlap::ops {
 namespace {
@@ -106,9 +106,10 @@ void check_exchange_algorithm(std::string_view op, std::string_view algorithm) {
   check_choice(op, "algorithm", "auto sequential pipelined p2p", algorithm);
 }
 
-Algorithm choose_exchange(const OverlapProblem& problem, std::string_view algorithm,
-                          const std::shared_ptr<TorchComm>& comm) {
+std::optional<Algorithm> choose_exchange(const OverlapProblem& problem, std::string_view algorithm,
+                                         const std::shared_ptr<TorchComm>& comm) {
   const auto chosen = choose_algorithm(problem, algorithm, comm);
+  if (!chosen) return std::nullopt;
   // The other algorithms do not apply to exchanges.
   return chosen == Algorithm::pipelined || chosen == Algorithm::p2p ? chosen
                                                                     : Algorithm::sequential;

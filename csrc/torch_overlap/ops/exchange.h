@@ -23,7 +23,8 @@ inline constexpr int64_t kNumRowPieces = 4;
 void check_exchange_algorithm(std::string_view op, std::string_view algorithm);
 // Returns sequential, pipelined (in pieces, by the communicator) or p2p (in pieces, over channels).
 // `problem`: the sizes and the capacity that channels need. The result is the same on all ranks.
-Algorithm choose_exchange(const OverlapProblem& problem, std::string_view algorithm,
+// Empty in an ExplainScope.
+std::optional<Algorithm> choose_exchange(const OverlapProblem& problem, std::string_view algorithm,
                           const std::shared_ptr<TorchComm>& comm);
 
 // all_to_all(x, 0, -1) of the rows of several matrices: every rank's columns of this rank's rows,

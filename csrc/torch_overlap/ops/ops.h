@@ -19,6 +19,9 @@
 // communicator (comm/registry.h) of `group_size` ranks. Meta kernels use group_size only.
 namespace torch_overlap::ops {
 
+template <typename Call>
+class Backward;  // autograd.h
+
 using at::Tensor;
 using OptionalTensors = c10::List<std::optional<Tensor>>;
 
@@ -42,47 +45,200 @@ TORCH_OVERLAP_API Tensor reshard(const Tensor& x, std::string_view mesh,
 TORCH_OVERLAP_API void send(const Tensor& x, int64_t dst, std::string_view comm);
 TORCH_OVERLAP_API Tensor wait_tensor(const Tensor& x);
 
-TORCH_OVERLAP_API std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul(
-    const Tensor& x, at::TensorList weights, const OptionalTensors& biases, std::string_view comm,
-    int64_t group_size, int64_t gather_dim = 0, bool return_gathered = false,
-    std::string_view algorithm = "auto");
-TORCH_OVERLAP_API Tensor matmul_reduce_scatter(const Tensor& x, const Tensor& weight,
-                                               const std::optional<Tensor>& bias,
-                                               std::string_view comm, int64_t group_size,
-                                               int64_t scatter_dim = 0, std::string_view op = "sum",
-                                               std::string_view algorithm = "auto");
-TORCH_OVERLAP_API Tensor matmul_all_reduce(const Tensor& x, const Tensor& weight,
-                                           const std::optional<Tensor>& bias, std::string_view comm,
-                                           int64_t group_size, std::string_view op = "sum",
-                                           std::string_view algorithm = "auto");
-TORCH_OVERLAP_API std::tuple<Tensor, Tensor> all_reduce_rms_norm(
-    const Tensor& x, const Tensor& residual, const Tensor& weight,
-    const std::optional<Tensor>& bias, std::string_view comm, int64_t group_size,
-    double eps = 1e-6);
-TORCH_OVERLAP_API std::tuple<Tensor, Tensor> matmul_all_reduce_rms_norm(
-    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-    const Tensor& residual, const Tensor& norm_weight, std::string_view comm, int64_t group_size,
-    double eps = 1e-6, std::string_view algorithm = "auto");
-TORCH_OVERLAP_API Tensor all_to_all_matmul(const Tensor& x, const Tensor& weight,
-                                           const std::optional<Tensor>& bias, std::string_view comm,
-                                           int64_t group_size, std::string_view algorithm = "auto");
-TORCH_OVERLAP_API std::vector<Tensor> matmul_all_to_all(const Tensor& x, at::TensorList weights,
-                                                        const OptionalTensors& biases,
-                                                        std::string_view comm, int64_t group_size,
-                                                        std::string_view algorithm = "auto");
-TORCH_OVERLAP_API std::tuple<Tensor, Tensor> bulk_overlap_matmul(
-    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& other,
-    std::string_view collective, std::string_view comm, int64_t group_size, int64_t dim = 0,
-    std::string_view algorithm = "auto");
+// The overlapped operators. Each takes its arguments as one value, with fields in the order of the
+// schema:
+//
+//   auto [products, gathered] = ops::all_gather_matmul(
+//       {.x = x, .weights = {w}, .comm = "tp", .group_size = 2});
+struct AllGatherMatmul {
+  using Result = std::tuple<std::vector<Tensor>, Tensor>;
+  static constexpr const char* kName = "all_gather_matmul";
+  Tensor x;
+  std::vector<Tensor> weights;
+  OptionalTensors biases{};
+  std::string_view comm;
+  int64_t group_size = 1;
+  int64_t gather_dim = 0;
+  bool return_gathered = false;
+  std::string_view algorithm = "auto";
 
-// Helpers of gradients, not part of the public schemas. The gradient of all_gather_matmul: of x if
-// `x_wanted`, and of the weights `wanted`. `gathered`: the gathered x if it was saved;
-// `gathered_grad`: its gradient.
-std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul_backward(
-    at::TensorList grads, const Tensor& x, at::TensorList weights,
-    const std::optional<Tensor>& gathered, const std::optional<Tensor>& gathered_grad,
-    bool x_wanted, at::IntArrayRef wanted, std::string_view comm, int64_t group_size,
-    int64_t gather_dim, std::string_view algorithm);
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.weights, self.biases, self.comm, self.group_size, self.gather_dim,
+                    self.return_gathered, self.algorithm);
+  }
+  template <typename Self>
+  static auto saved(Self& self) {
+    return std::tie(self.x, self.weights);
+  }
+  static std::vector<Tensor> saved_results(const AllGatherMatmul& call,
+                                           const std::vector<Tensor>& results);
+  static void backward(Backward<AllGatherMatmul>& pass);
+};
+TORCH_OVERLAP_API AllGatherMatmul::Result all_gather_matmul(const AllGatherMatmul& call);
+
+struct MatmulReduceScatter {
+  using Result = Tensor;
+  static constexpr const char* kName = "matmul_reduce_scatter";
+  Tensor x;
+  Tensor weight;
+  std::optional<Tensor> bias{};
+  std::string_view comm;
+  int64_t group_size = 1;
+  int64_t scatter_dim = 0;
+  std::string_view op = "sum";
+  std::string_view algorithm = "auto";
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.weight, self.bias, self.comm, self.group_size, self.scatter_dim,
+                    self.op, self.algorithm);
+  }
+  template <typename Self>
+  static auto saved(Self& self) {
+    return std::tie(self.x, self.weight);
+  }
+  static void backward(Backward<MatmulReduceScatter>& pass);
+};
+TORCH_OVERLAP_API Tensor matmul_reduce_scatter(const MatmulReduceScatter& call);
+
+struct MatmulAllReduce {
+  using Result = Tensor;
+  static constexpr const char* kName = "matmul_all_reduce";
+  Tensor x;
+  Tensor weight;
+  std::optional<Tensor> bias{};
+  std::string_view comm;
+  int64_t group_size = 1;
+  std::string_view op = "sum";
+  std::string_view algorithm = "auto";
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.weight, self.bias, self.comm, self.group_size, self.op,
+                    self.algorithm);
+  }
+  template <typename Self>
+  static auto saved(Self& self) {
+    return std::tie(self.x, self.weight);
+  }
+  static void backward(Backward<MatmulAllReduce>& pass);
+};
+TORCH_OVERLAP_API Tensor matmul_all_reduce(const MatmulAllReduce& call);
+
+struct AllReduceRmsNorm {
+  using Result = std::tuple<Tensor, Tensor>;
+  static constexpr const char* kName = "all_reduce_rms_norm";
+  Tensor x;
+  Tensor residual;
+  Tensor weight;
+  std::optional<Tensor> bias{};
+  std::string_view comm;
+  int64_t group_size = 1;
+  double eps = 1e-6;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.residual, self.weight, self.bias, self.comm, self.group_size,
+                    self.eps);
+  }
+};
+TORCH_OVERLAP_API AllReduceRmsNorm::Result all_reduce_rms_norm(const AllReduceRmsNorm& call);
+
+struct MatmulAllReduceRmsNorm {
+  using Result = std::tuple<Tensor, Tensor>;
+  static constexpr const char* kName = "matmul_all_reduce_rms_norm";
+  Tensor x;
+  Tensor weight;
+  std::optional<Tensor> bias{};
+  Tensor residual;
+  Tensor norm_weight;
+  std::string_view comm;
+  int64_t group_size = 1;
+  double eps = 1e-6;
+  std::string_view algorithm = "auto";
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.weight, self.bias, self.residual, self.norm_weight, self.comm,
+                    self.group_size, self.eps, self.algorithm);
+  }
+};
+TORCH_OVERLAP_API MatmulAllReduceRmsNorm::Result matmul_all_reduce_rms_norm(
+    const MatmulAllReduceRmsNorm& call);
+
+struct AllToAllMatmul {
+  using Result = Tensor;
+  static constexpr const char* kName = "all_to_all_matmul";
+  Tensor x;
+  Tensor weight;
+  std::optional<Tensor> bias{};
+  std::string_view comm;
+  int64_t group_size = 1;
+  std::string_view algorithm = "auto";
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.weight, self.bias, self.comm, self.group_size, self.algorithm);
+  }
+  template <typename Self>
+  static auto saved(Self& self) {
+    return std::tie(self.x, self.weight);
+  }
+  static void backward(Backward<AllToAllMatmul>& pass);
+};
+TORCH_OVERLAP_API Tensor all_to_all_matmul(const AllToAllMatmul& call);
+
+struct MatmulAllToAll {
+  using Result = std::vector<Tensor>;
+  static constexpr const char* kName = "matmul_all_to_all";
+  Tensor x;
+  std::vector<Tensor> weights;
+  OptionalTensors biases{};
+  std::string_view comm;
+  int64_t group_size = 1;
+  std::string_view algorithm = "auto";
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.weights, self.biases, self.comm, self.group_size, self.algorithm);
+  }
+  template <typename Self>
+  static auto saved(Self& self) {
+    return std::tie(self.x, self.weights);
+  }
+  static void backward(Backward<MatmulAllToAll>& pass);
+};
+TORCH_OVERLAP_API std::vector<Tensor> matmul_all_to_all(const MatmulAllToAll& call);
+
+struct BulkOverlapMatmul {
+  using Result = std::tuple<Tensor, Tensor>;
+  static constexpr const char* kName = "bulk_overlap_matmul";
+  Tensor x;
+  Tensor weight;
+  std::optional<Tensor> bias{};
+  Tensor other;
+  std::string_view collective;
+  std::string_view comm;
+  int64_t group_size = 1;
+  int64_t dim = 0;
+  std::string_view algorithm = "auto";
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.weight, self.bias, self.other, self.collective, self.comm,
+                    self.group_size, self.dim, self.algorithm);
+  }
+  template <typename Self>
+  static auto saved(Self& self) {
+    return std::tie(self.x, self.weight);
+  }
+  static std::vector<Tensor> non_differentiable(const std::vector<Tensor>& results);
+  static void backward(Backward<BulkOverlapMatmul>& pass);
+};
+TORCH_OVERLAP_API BulkOverlapMatmul::Result bulk_overlap_matmul(const BulkOverlapMatmul& call);
+
+// Helpers of gradients, not part of the public schemas.
 // Returns this rank's part of `x` along `dim`: the inverse of an invariant all_gather.
 Tensor own_part(const Tensor& x, int64_t dim, std::string_view comm, int64_t group_size);
 // Returns the sum over ranks on `root`, zeros elsewhere.

@@ -1,9 +1,12 @@
 #include "torch_overlap/ops/overlapped.h"
 
-#include <algorithm>
+#include <ATen/ops/empty.h>
 
-#include "torch_overlap/base/errors.h"
-#include "torch_overlap/gemm/operand.h"
+#include <algorithm>
+#include <utility>
+
+#include "torch_overlap/common/views.h"
+#include "torch_overlap/ops/rows.h"
 #include "torch_overlap/overlap/op_channels.h"
 
 namespace torch_overlap::ops {
@@ -11,8 +14,6 @@ namespace {
 
 // Alignment in bytes of scales that are stored after the rows that they belong to.
 constexpr int64_t kScalesAlignment = 256;
-
-at::Tensor contiguous(const at::Tensor& bias) { return bias.defined() ? bias.contiguous() : bias; }
 
 int64_t element_bytes(at::ScalarType dtype) {
   return static_cast<int64_t>(c10::elementSize(dtype));
@@ -31,91 +32,181 @@ int64_t scales_offset_bytes(const TorchComm& comm, const at::Tensor& own) {
   return (bytes + kScalesAlignment - 1) / kScalesAlignment * kScalesAlignment;
 }
 
-// The buffers of a scatter.
+at::Tensor all_rows_like(const TorchComm& comm, const at::Tensor& own) {
+  return at::empty({comm.size() * own.size(0), own.size(1)}, own.options());
+}
+
+int64_t features_of(const GemmOperand& rhs) { return rhs.data.size(rhs.transposed ? 0 : 1); }
+int64_t depth_of(const GemmOperand& rhs) { return rhs.data.size(rhs.transposed ? 1 : 0); }
+
+// --- Gathers -------------------------------------------------------------------------------------
+
+// Product i of some of the gathered rows.
+GemmArgs product_with_lhs(const GemmArgs& whole, const at::Tensor& rows, const at::Tensor& scales) {
+  GemmArgs args = whole;
+  args.lhs.data = rows;
+  if (scales.defined()) args.lhs.scale_inv = scales;
+  return args;
+}
+
+void gather_then_multiply(const GatherProducts& products) {
+  TorchComm& comm = *products.comm;
+  const auto destination = [&](const at::Tensor& own, const at::Tensor& gathered) {
+    return gathered.defined() || !own.defined() ? gathered : all_rows_like(comm, own);
+  };
+  const auto rows = destination(products.own, products.gathered);
+  const auto scales = destination(products.scales, products.gathered_scales);
+  std::vector<Product> checked;  // before anything is sent
+  for (const GemmArgs& args : products.gemms) {
+    checked.emplace_back(products.op, product_with_lhs(args, rows, scales));
+  }
+  if (scales.defined()) comm.all_gather_single(scales, products.scales, /*async_op=*/false);
+  // As bytes if they are 8-bit floats, which not every backend has.
+  const auto sent = [](const at::Tensor& data) {
+    return c10::isFloat8Type(data.scalar_type()) ? data.view(at::kByte) : data;
+  };
+  comm.all_gather_single(sent(rows), sent(products.own), /*async_op=*/false);
+  for (const Product& product : checked) product.run();
+}
+
+// Through the communicator the rows arrive where they are wanted. A channel has memory of its own.
+struct GatherBuffers {
+  std::shared_ptr<OverlapChannel> channel;
+  GatheredRows data;
+  GatheredRows scales;
+};
+
+GatherBuffers gather_buffers(const GatherProducts& products, Algorithm algorithm) {
+  const auto& comm = products.comm;
+  if (algorithm == Algorithm::pipelined) {
+    const auto rows = [&](const at::Tensor& own, const at::Tensor& gathered) {
+      if (!own.defined()) return GatheredRows{};
+      return GatheredRows{.own = own,
+                          .all = gathered.defined() ? gathered : all_rows_like(*comm, own),
+                          .copy = {}};
+    };
+    return {.channel = pipeline_channel(products.op, comm, OperatorChannel::gather),
+            .data = rows(products.own, products.gathered),
+            .scales = rows(products.scales, products.gathered_scales)};
+  }
+  const auto channel = operator_channel(products.op, comm, OperatorChannel::gather,
+                                        gather_bytes(*comm, products.own, products.scales));
+  const auto rows = [&](const at::Tensor& own, int64_t at, const at::Tensor& gathered) {
+    if (!own.defined()) return GatheredRows{};
+    return GatheredRows{
+        .own = own,
+        .all = channel->data(at, {comm->size() * own.size(0), own.size(1)}, own.scalar_type()),
+        .copy = gathered};
+  };
+  return {.channel = channel,
+          .data = rows(products.own, 0, products.gathered),
+          .scales = rows(products.scales, scales_offset_bytes(*comm, products.own),
+                         products.gathered_scales)};
+}
+
+GatherMethod gather_method(Algorithm algorithm) {
+  if (algorithm == Algorithm::low_latency) return GatherMethod::low_latency;
+  return algorithm == Algorithm::fused ? GatherMethod::fused : GatherMethod::p2p;
+}
+
+void gather_in_chunks(GatherProducts products, Algorithm algorithm) {
+  const RowShare share{products.own.size(0) * products.comm->size(), products.comm->size()};
+  const GatherBuffers buffers = gather_buffers(products, algorithm);
+  for (GemmArgs& args : products.gemms) {
+    args = product_with_lhs(args, buffers.data.all, buffers.scales.all);
+  }
+  run_gather_gemm(products.op, *buffers.channel,
+                  {.gemms = std::move(products.gemms),
+                   .rows = share,
+                   .data = buffers.data,
+                   .scales = buffers.scales,
+                   .order = GatherOrder::all_pairs,
+                   .method = gather_method(algorithm),
+                   .single_lane = is_small_transfer(share, products.own)});
+  if (algorithm != Algorithm::pipelined) return;
+  for (const auto& [own, gathered] : {std::pair(products.own, products.gathered),
+                                      std::pair(products.scales, products.gathered_scales)}) {
+    if (!own.defined() || !gathered.defined()) continue;
+    row_view(gathered, share.begin(products.comm->rank()), own.size(0)).copy_(own);
+  }
+}
+
+// --- Scatters ------------------------------------------------------------------------------------
+
 struct ScatterBuffers {
   std::shared_ptr<OverlapChannel> channel;
   RowShare rows;
-  at::Tensor partial;  // [rows, columns]
-  int64_t received_offset_bytes;
+  at::Tensor partial;   // [rows, columns]: this rank's products
+  at::Tensor received;  // see ScatterGemm
 };
 
-ScatterBuffers make_scatter_buffers(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                                    int64_t all_rows, const ScatterSum& sum) {
-  const RowShare rows{all_rows, comm->size(), sum.row_unit};
-  const at::Tensor& out = sum.out;
-  const int64_t columns = out.size(1);
-  const auto dtype = out.scalar_type();
+RowShare share_of(const ScatterProducts& products) {
+  return {gemm_shape(products.gemms.at(0)).m, products.comm->size(), products.row_unit};
+}
+
+ScatterBuffers scatter_buffers(const ScatterProducts& products, Algorithm algorithm) {
+  const auto& comm = products.comm;
+  const RowShare rows = share_of(products);
+  const int64_t columns = products.out.size(1);
+  const auto dtype = products.out.scalar_type();
+  const std::vector<int64_t> partial{rows.rows, columns};
+  const std::vector<int64_t> received{comm->size() * rows.largest(), columns};
+  if (algorithm == Algorithm::pipelined) {
+    return {.channel = pipeline_channel(products.op, comm, OperatorChannel::scatter),
+            .rows = rows,
+            .partial = at::empty(partial, products.out.options()),
+            .received = at::empty(received, products.out.options())};
+  }
   const auto channel =
-      operator_channel(op, comm, OperatorChannel::scatter,
-                       scatter_bytes(*comm, all_rows, columns, dtype, sum.row_unit));
+      operator_channel(products.op, comm, OperatorChannel::scatter,
+                       scatter_bytes(*comm, rows.rows, columns, dtype, products.row_unit));
   return {.channel = channel,
           .rows = rows,
-          .partial = channel->data(0, {rows.rows, columns}, dtype),
-          .received_offset_bytes = rows.rows * columns * element_bytes(dtype)};
+          .partial = channel->data(0, partial, dtype),
+          .received = channel->data(rows.rows * columns * element_bytes(dtype), received, dtype)};
 }
 
-std::vector<GemmArgs> products_of(const ScatterMultiply& problem) {
-  std::vector<GemmArgs> products;
-  for (size_t i = 0; i < problem.inputs.size(); ++i) {
-    GemmArgs args;
-    args.lhs = operand(problem.inputs[i]);
-    args.rhs = operand(problem.weights[i]);
-    args.overlaps_communication = true;
-    products.push_back(std::move(args));
-  }
-  return products;
-}
-
-// Computes the sum of the products and `start` in the buffer from which the scatter reads.
-void accumulate_into(const ScatterBuffers& buffers, const at::Tensor& start,
+// Lets the products and `start` be summed in `partial`.
+void accumulate_into(const at::Tensor& partial, const at::Tensor& start,
                      std::vector<GemmArgs>& gemms) {
-  if (start.defined()) buffers.partial.copy_(start);
+  if (start.defined()) at::Tensor(partial).copy_(start);
   for (size_t i = 0; i < gemms.size(); ++i) {
-    gemms[i].out = buffers.partial;
+    gemms[i].out = partial;
     gemms[i].accumulate = i > 0 || start.defined();
   }
 }
 
-FusedTypes fused_types(const GemmArgs& args) {
-  return {.lhs = args.lhs.data.scalar_type(),
-          .rhs = args.rhs.data.scalar_type(),
-          .out = args.out.scalar_type(),
-          .scaling = args.rhs.scaling,
-          .use_split_accumulator = args.use_split_accumulator};
+void multiply_then_reduce_scatter(const ScatterProducts& products) {
+  const auto partial =
+      at::empty({share_of(products).rows, products.out.size(1)}, products.out.options());
+  auto gemms = products.gemms;
+  accumulate_into(partial, products.start, gemms);
+  for (GemmArgs& args : gemms) Product(products.op, std::move(args)).run();
+  products.comm->reduce_scatter_single(products.out, partial,
+                                       products.mean ? RedOpType::AVG : RedOpType::SUM,
+                                       /*async_op=*/false);
+  if (products.bias.defined()) at::Tensor(products.out).add_(products.bias);
 }
 
-FusedShape fused_shape(const GemmArgs& args, const RowShare& rows, c10::Device device) {
-  const GemmShape shape = gemm_shape(args);
-  return {.device = device, .types = fused_types(args), .rows = rows, .n = shape.n, .k = shape.k};
-}
-
-// True if fused kernels support everything that the product asks for.
-bool supports_fused(const OverlapChannel& channel, const GemmArgs& args, const RowShare& rows) {
-  const GemmEpilogue& epilogue = args.epilogue;
-  if (!channel.transport().is_peer_mapped() || args.accumulate || args.sm_target != 0 ||
-      args.out_scale.defined() || args.out_amax.defined() || epilogue.gelu ||
-      epilogue.pre_gelu_out.defined() || epilogue.gelu_input.defined() ||
-      epilogue.bias_grad.defined() || epilogue.residual.defined()) {
-    return false;
-  }
-  return channel.device()
-      .fused_unsupported_reason(fused_shape(args, rows, channel.group().device()))
-      .empty();
+void scatter_in_chunks(ScatterProducts products, Algorithm algorithm) {
+  const ScatterBuffers buffers = scatter_buffers(products, algorithm);
+  const OverlapChannel::Use use(*buffers.channel);
+  accumulate_into(buffers.partial, products.start, products.gemms);
+  run_scatter_gemm(products.op, *buffers.channel,
+                   {.gemms = std::move(products.gemms),
+                    .rows = buffers.rows,
+                    .partial = buffers.partial,
+                    .received = buffers.received,
+                    .out = products.out,
+                    .scale_inv = {},
+                    .factor = products.mean ? 1.0 / products.comm->size() : 1.0,
+                    .bias = contiguous_or_undefined(products.bias),
+                    .ranks_share_k = products.ranks_share_k,
+                    .fused = algorithm == Algorithm::fused,
+                    .single_lane = is_small_transfer(buffers.rows, products.out)});
 }
 
 }  // namespace
-
-GemmOperand operand(const at::Tensor& x) {
-  if (has_contiguous_rows(x)) return {.data = x};
-  if (has_contiguous_rows(x.t())) return {.data = x.t(), .transposed = true};
-  return {.data = x.contiguous()};
-}
-
-GemmOperand transposed_operand(const at::Tensor& x) {
-  GemmOperand transposed = operand(x);
-  transposed.transposed = !transposed.transposed;
-  return transposed;
-}
 
 int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Tensor& scales) {
   const int64_t bytes = scales.defined() ? scales_offset_bytes(comm, own) +
@@ -132,150 +223,148 @@ int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::
                            1);
 }
 
-int64_t low_latency_bytes(const TorchComm& comm, int64_t rows, int64_t columns,
-                          at::ScalarType dtype) {
-  return std::max<int64_t>(
-      low_latency_sum_bytes({rows, comm.size()}, columns * element_bytes(dtype)), 1);
+std::optional<FusedTypes> fused_types(const GemmArgs& args, at::ScalarType lhs,
+                                      at::ScalarType out) {
+  if (args.rhs.scaling == ScalingMode::NO_SCALING) return std::nullopt;
+  return FusedTypes{.lhs = lhs,
+                    .rhs = args.rhs.data.scalar_type(),
+                    .out = out,
+                    .scaling = args.rhs.scaling,
+                    .use_split_accumulator = args.use_split_accumulator};
 }
 
-void channel_gather_linear(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                           const GatherInput& input, at::TensorList weights,
-                           const std::vector<at::Tensor>& biases,
-                           const std::vector<at::Tensor>& products) {
-  std::vector<GemmArgs> gemms(weights.size());
-  for (size_t i = 0; i < weights.size(); ++i) {
-    gemms[i].rhs = transposed_operand(weights[i]);
-    gemms[i].out = products[i];
-    gemms[i].epilogue.bias = contiguous(biases[i]);
+OverlapProblem problem_of(const GatherProducts& products) {
+  const TorchComm& comm = *products.comm;
+  const int64_t rows = products.own.size(0);
+  const int64_t k = products.own.size(1);
+  const auto dtype = products.gemms.at(0).out.scalar_type();
+  const bool is_scaled = products.gemms[0].rhs.scaling != ScalingMode::NO_SCALING;
+  OverlapProblem problem{
+      .op = products.op,
+      .dtype = dtype,
+      .m = rows * comm.size(),
+      .k = k,
+      .chunk_rows = rows,
+      .gather_bytes = gather_bytes(comm, products.own, products.scales),
+      .local_k = k,
+      .types = fused_types(products.gemms[0], products.own.scalar_type(), dtype),
+      .low_latency_bytes = is_scaled ? std::nullopt : std::optional<int64_t>(0),
+      .can_pipeline = is_channel_dtype(dtype)};
+  for (const GemmArgs& args : products.gemms) {
+    problem.local_n.push_back(features_of(args.rhs));
+    problem.n += comm.size() * problem.local_n.back();
   }
-  channel_gather_gemms(op, comm, input, std::move(gemms));
+  return problem;
 }
 
-void channel_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                          const GatherInput& input, std::vector<GemmArgs> gemms) {
-  const auto channel = operator_channel(op, comm, OperatorChannel::gather,
-                                        gather_bytes(*comm, input.own, input.scales));
-  const RowShare rows{input.own.size(0) * comm->size(), comm->size()};
-  const auto gathered = [&](const at::Tensor& own, int64_t at, const at::Tensor& copy) {
-    return GatheredRows{.own = own,
-                        .all = channel->data(at, {rows.rows, own.size(1)}, own.scalar_type()),
-                        .copy = copy};
-  };
-  GatherGemm problem{.gemms = std::move(gemms),
-                     .rows = rows,
-                     .data = gathered(input.own, 0, input.gathered),
-                     .scales = {},
-                     .order = GatherOrder::all_pairs};
-  if (input.scales.defined()) {
-    problem.scales =
-        gathered(input.scales, scales_offset_bytes(*comm, input.own), input.gathered_scales);
+void check(const GatherProducts& products) {
+  for (const GemmArgs& whole : products.gemms) {
+    GemmArgs args = product_with_lhs(whole, products.own, products.scales);
+    args.out = row_view(whole.out, 0, products.own.size(0));
+    check_gemm(products.op, args);
   }
-  for (auto& args : problem.gemms) {
-    args.lhs.data = problem.data.all;
-    if (input.scales.defined()) args.lhs.scale_inv = problem.scales.all;
+}
+
+void run(GatherProducts products, Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::sequential:
+    case Algorithm::bulk:  // differs in the gradient only
+      return gather_then_multiply(products);
+    case Algorithm::pipelined:
+    case Algorithm::p2p:
+    case Algorithm::fused:
+    case Algorithm::low_latency:
+      return gather_in_chunks(std::move(products), algorithm);
   }
-  problem.single_lane = is_small_transfer(rows, input.own);
-  problem.method = input.method;
-  if (problem.method == GatherMethod::fused &&
-      !std::all_of(problem.gemms.begin(), problem.gemms.end(),
-                   [&](const auto& args) { return supports_fused(*channel, args, rows); })) {
-    problem.method = GatherMethod::p2p;
+}
+
+OverlapProblem problem_of(const ScatterProducts& products) {
+  const TorchComm& comm = *products.comm;
+  const auto& gemms = products.gemms;
+  const int64_t rows = gemm_shape(gemms.at(0)).m;
+  const int64_t columns = products.out.size(1);
+  const auto dtype = products.out.scalar_type();
+  int64_t k = 0;
+  for (const GemmArgs& args : gemms) k += depth_of(args.rhs);
+  const bool is_scaled = gemms[0].rhs.scaling != ScalingMode::NO_SCALING;
+  // A fused kernel computes one product, and adds nothing to it.
+  const bool may_fuse = gemms.size() == 1 && !products.start.defined();
+  return {.op = products.op,
+          .dtype = dtype,
+          .m = rows,
+          .n = columns,
+          .k = k * comm.size(),
+          .chunk_rows = products.out.size(0),
+          .scatter_bytes = scatter_bytes(comm, rows, columns, dtype, products.row_unit),
+          .local_n = {columns},
+          .local_k = may_fuse ? k : 0,
+          .types = fused_types(gemms[0], gemms[0].lhs.data.scalar_type(), dtype),
+          .low_latency_bytes =
+              is_scaled || !may_fuse
+                  ? std::nullopt
+                  : std::optional(low_latency_bytes(comm, rows, columns, dtype)),
+          .can_pipeline = is_channel_dtype(dtype)};
+}
+
+void check(const ScatterProducts& products) {
+  const RowShare rows = share_of(products);
+  for (const GemmArgs& whole : products.gemms) {
+    check_gemm(products.op, product_of_rows(whole, 0, rows.length(0), products.out));
   }
-  run_gather_gemm(op, *channel, problem);
+}
+
+void run(ScatterProducts products, Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::sequential:
+      return multiply_then_reduce_scatter(products);
+    case Algorithm::low_latency:
+      return run_low_latency(products.op, products.comm,
+                             {.gemm = products.gemms.at(0),
+                              .rows = share_of(products),
+                              .out = products.out,
+                              .factor = products.mean ? 1.0 / products.comm->size() : 1.0,
+                              .bias = contiguous_or_undefined(products.bias)});
+    case Algorithm::pipelined:
+    case Algorithm::p2p:
+    case Algorithm::fused:
+      return scatter_in_chunks(std::move(products), algorithm);
+    case Algorithm::bulk:
+      return run_bulk(products, [] {}, {});
+  }
+}
+
+void run_bulk(const ScatterProducts& products, const std::function<void()>& before_reduction,
+              const std::vector<GemmArgs>& concurrent) {
+  const ScatterBuffers buffers = scatter_buffers(products, Algorithm::bulk);
+  const OverlapChannel::Use use(*buffers.channel);
+  auto gemms = products.gemms;
+  accumulate_into(buffers.partial, products.start, gemms);
+  for (const GemmArgs& args : gemms) gemm(products.op, args);
+  before_reduction();
+  run_bulk_gemm(products.op, *buffers.channel,
+                {.gemms = concurrent,
+                 .rows = buffers.rows,
+                 .columns = products.out.size(1),
+                 .dtype = products.out.scalar_type(),
+                 .gathers = false,
+                 .out = products.out,
+                 .scale_inv = {},
+                 .blocks = kBulkBlocks});
 }
 
 ChannelGather::ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                             const at::Tensor& own, const RowShare& share, bool with_own) {
-  channel_ = operator_channel(op, comm, OperatorChannel::gather,
-                              share.rows * own.size(1) * element_bytes(own.scalar_type()));
-  use_.emplace(*channel_);
-  rows_ = channel_->data(0, {share.rows, own.size(1)}, own.scalar_type());
+                             const at::Tensor& own, const RowShare& share, bool with_own,
+                             Algorithm algorithm) {
+  if (algorithm == Algorithm::pipelined) {
+    channel_ = pipeline_channel(op, comm, OperatorChannel::gather);
+    rows_ = at::empty({share.rows, own.size(1)}, own.options());
+  } else {
+    channel_ = operator_channel(op, comm, OperatorChannel::gather,
+                                share.rows * own.size(1) * element_bytes(own.scalar_type()));
+    use_.emplace(*channel_);
+    rows_ = channel_->data(0, {share.rows, own.size(1)}, own.scalar_type());
+  }
   gather_.emplace(op, *channel_, share, own, rows_, with_own, is_small_transfer(share, own));
-}
-
-void channel_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                           std::vector<GemmArgs> gemms, const ScatterSum& sum) {
-  const auto all_rows = gemm_shape(gemms.at(0)).m;
-  const ScatterBuffers buffers = make_scatter_buffers(op, comm, all_rows, sum);
-  const OverlapChannel::Use use(*buffers.channel);
-  accumulate_into(buffers, sum.start, gemms);
-  const bool fused = sum.fused && gemms.size() == 1 && !sum.start.defined() &&
-                     supports_fused(*buffers.channel, gemms[0], buffers.rows);
-  run_scatter_gemm(op, *buffers.channel,
-                   {.gemms = std::move(gemms),
-                    .rows = buffers.rows,
-                    .partial = buffers.partial,
-                    .at = buffers.received_offset_bytes,
-                    .out = sum.out,
-                    .scale_inv = {},
-                    .factor = sum.mean ? 1.0 / comm->size() : 1.0,
-                    .bias = contiguous(sum.bias),
-                    .ranks_share_k = sum.ranks_share_k,
-                    .fused = fused,
-                    .single_lane = is_small_transfer(buffers.rows, sum.out)});
-}
-
-void low_latency_sum_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                          ReduceProduct problem) {
-  const at::Tensor& out = problem.out;
-  const auto channel =
-      operator_channel(op, comm, OperatorChannel::sum,
-                       low_latency_bytes(*comm, problem.rows, out.size(1), out.scalar_type()));
-  run_low_latency_sum(op, *channel,
-                      {.gemm = std::move(problem.product),
-                       .rows = {problem.rows, comm->size()},
-                       .everywhere = problem.everywhere,
-                       .out = out,
-                       .factor = problem.mean ? 1.0 / comm->size() : 1.0,
-                       .bias = contiguous(problem.bias)});
-}
-
-bool try_fused_all_reduce_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                               const ReduceProduct& problem) {
-  GemmArgs args = problem.product;
-  args.out = problem.out;
-  const RowShare rows{problem.rows, comm->size()};
-  const c10::Device device = comm->device();
-  const int64_t required_bytes =
-      overlap_device(op, device.type()).max_fused_allreduce_bytes(fused_shape(args, rows, device));
-  if (required_bytes == 0) return false;
-  const auto channel = operator_channel(op, comm, OperatorChannel::reduce, required_bytes);
-  if (!supports_fused(*channel, args, rows)) return false;
-  run_fused_reduce(op, *channel,
-                   {.gemm = std::move(args),
-                    .rows = rows,
-                    .everywhere = true,
-                    .out = problem.out,
-                    .factor = problem.mean ? 1.0 / comm->size() : 1.0,
-                    .bias = contiguous(problem.bias)});
-  return true;
-}
-
-void channel_scatter_matmul(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                            const ScatterMultiply& problem) {
-  channel_scatter_gemms(op, comm, products_of(problem), problem.sum);
-}
-
-void bulk_scatter_matmul(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                         const ScatterMultiply& problem,
-                         const std::function<void()>& before_reduction,
-                         const std::vector<GemmArgs>& concurrent_gemms) {
-  const ScatterSum& sum = problem.sum;
-  const ScatterBuffers buffers = make_scatter_buffers(op, comm, problem.inputs.at(0).size(0), sum);
-  const OverlapChannel::Use use(*buffers.channel);
-  auto products = products_of(problem);
-  accumulate_into(buffers, sum.start, products);
-  for (const auto& args : products) gemm(op, args);
-  before_reduction();
-  run_bulk_gemm(op, *buffers.channel,
-                {.gemms = concurrent_gemms,
-                 .rows = buffers.rows,
-                 .columns = sum.out.size(1),
-                 .dtype = sum.out.scalar_type(),
-                 .gathers = false,
-                 .out = sum.out,
-                 .scale_inv = {},
-                 .blocks = kBulkBlocks});
 }
 
 }  // namespace torch_overlap::ops

@@ -5,7 +5,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -13,107 +12,87 @@
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/ops/choose.h"
+#include "torch_overlap/ops/chunking.h"
 #include "torch_overlap/overlap/execute.h"
 
-// The products of the fused operators over a channel of their communicator.
+// Products whose left operand is gathered, or whose result is reduced: the descriptions that the
+// operators with and without scales share. problem_of() gives what the choice of an algorithm
+// depends on, and run() executes the chosen one on the current stream.
 namespace torch_overlap::ops {
 
-// Number of blocks of a reduction that runs concurrently with a product.
-inline constexpr int kBulkBlocks = 16;
-
-// op(x) as an operand: x [m, k] itself, or the transpose of the stored matrix.
-GemmOperand operand(const at::Tensor& x);
-// op(x) = x^T: the operand that a linear layer multiplies by.
-GemmOperand transposed_operand(const at::Tensor& x);
-
-// Inputs of a gather: this rank's rows, and the destination of all rows if they are wanted.
-struct GatherInput {
-  at::Tensor own;     // [rows, k], contiguous
-  at::Tensor scales;  // block scales of 8-bit `own` [rows, blocks], contiguous
+// out_i = all ranks' rows * rhs_i.
+struct GatherProducts {
+  std::string_view op;
+  std::shared_ptr<TorchComm> comm;
+  at::Tensor own;     // this rank's rows [rows, k], contiguous, the same shape on all ranks
+  at::Tensor scales;  // block scales of 8-bit `own` [rows, blocks], contiguous; or undefined
+  // Receive the rows of all ranks, [size * rows, ...], contiguous; or undefined.
   at::Tensor gathered;
   at::Tensor gathered_scales;
-  // `fused` falls back to `chunks` unless the device has kernels for all products.
-  GatherMethod method = GatherMethod::p2p;
+  // The products of all rows. lhs.data is ignored, and so is lhs.scale_inv if scales are gathered.
+  std::vector<GemmArgs> gemms;
 };
-inline GatherMethod gather_method(Algorithm algorithm) {
-  if (algorithm == Algorithm::low_latency) return GatherMethod::low_latency;
-  return algorithm == Algorithm::fused ? GatherMethod::fused : GatherMethod::p2p;
-}
-// Computes products whose lhs is all gathered rows. The lhs data of `gemms` is undefined, and so is
-// its scale_inv if scales are gathered.
-void channel_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                          const GatherInput& input, std::vector<GemmArgs> gemms);
-//  products[i] = all rows * weights[i]^T + biases[i]
-void channel_gather_linear(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                           const GatherInput& input, at::TensorList weights,
-                           const std::vector<at::Tensor>& biases,
-                           const std::vector<at::Tensor>& products);
+OverlapProblem problem_of(const GatherProducts& products);
+// Checks the products of this rank's rows.
+void check(const GatherProducts& products);
+void run(GatherProducts products, Algorithm algorithm);
 
-//  out = this rank's rows of the sum (or mean) over ranks of all products + start, plus bias.
-struct ScatterSum {
-  at::Tensor start;  // [rows of all ranks, columns], added to this rank's product; or undefined
-  at::Tensor bias;
+// out = this rank's rows of the sum (or mean) over ranks of start + the sum of the products, plus
+// bias.
+struct ScatterProducts {
+  std::string_view op;
+  std::shared_ptr<TorchComm> comm;
+  std::vector<GemmArgs> gemms;  // the products of all rows; `out` is ignored
+  // [rows of all ranks, columns], added to this rank's products; or undefined. Not with `fused`.
+  at::Tensor start;
+  at::Tensor bias;  // added after the reduction; or undefined
   bool mean = false;
-  at::Tensor out;
-  // Uses a fused kernel if there is one product, `start` is undefined, and the device has the
-  // kernel.
-  bool fused = false;
+  at::Tensor out;  // [rows, columns], contiguous
   // See ScatterGemm.
   bool ranks_share_k = true;
   // The number of rows of each rank is a multiple of it.
   int64_t row_unit = 1;
 };
-// Reduces these products of all rows. Their `out` is ignored.
-void channel_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                           std::vector<GemmArgs> gemms, const ScatterSum& sum);
+OverlapProblem problem_of(const ScatterProducts& products);
+// Checks the product of this rank's rows.
+void check(const ScatterProducts& products);
+void run(ScatterProducts products, Algorithm algorithm);
+// "bulk": one product for all rows. `before_reduction` is called after it, and the reduction runs
+// concurrently with the GEMMs `concurrent`.
+void run_bulk(const ScatterProducts& products, const std::function<void()>& before_reduction,
+              const std::vector<GemmArgs>& concurrent);
 
-// The sum of inputs[i] weights[i].
-struct ScatterMultiply {
-  std::vector<at::Tensor> inputs;   // [rows of all ranks, k_i]
-  std::vector<at::Tensor> weights;  // [k_i, columns]
-  ScatterSum sum;
-};
-void channel_scatter_matmul(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                            const ScatterMultiply& problem);
-
-// The same with one product for all rows. `before_reduction` is called after it, and the reduction
-// runs concurrently with the products `beside`.
-void bulk_scatter_matmul(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                         const ScatterMultiply& problem,
-                         const std::function<void()>& before_reduction,
-                         const std::vector<GemmArgs>& concurrent_gemms);
-
-// out = the sum (or mean) over ranks of this product of all rows, plus bias: this rank's rows, or
-// all rows if `everywhere`. The sum reads the ranks' products where they were written.
+// out = the sum (or mean) over ranks of the product, plus bias, on every rank.
 struct ReduceProduct {
-  GemmArgs product;  // `out` is ignored
-  int64_t rows = 0;  // rows of all ranks
-  at::Tensor bias;
+  std::string_view op;
+  std::shared_ptr<TorchComm> comm;
+  GemmArgs gemm;    // the product of all rows; `out` is ignored
+  at::Tensor bias;  // this rank's bias, added to every row of `out` after the reduction
   bool mean = false;
-  bool everywhere = false;
-  at::Tensor out;  // contiguous
+  at::Tensor out;  // [rows, columns], contiguous
+  // The rows of every partial product are a multiple of it, as all rows are.
+  int64_t row_unit = 1;
 };
-void low_latency_sum_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                          ReduceProduct problem);
+OverlapProblem problem_of(const ReduceProduct& product);
+void check(const ReduceProduct& product);
+void run(const ReduceProduct& product, Algorithm algorithm);
 
-// The same with `everywhere`, by one kernel for few rows. Returns false if there is no such kernel.
-bool try_fused_all_reduce_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                               const ReduceProduct& problem);
-
-// Returns the algorithm of a matmul_all_reduce of these `rows`.
-Algorithm matmul_all_reduce_algorithm(const std::shared_ptr<TorchComm>& comm,
-                                      const at::Tensor& rows, int64_t features,
-                                      std::string_view asked);
+// Number of pieces of a pipelined all-reduce: each travels while the next one is computed.
+inline constexpr int64_t kNumAllReduceChunks = 4;
+// Number of blocks of a reduction that runs concurrently with a product.
+inline constexpr int kBulkBlocks = 16;
 
 // Gathers all ranks' rows in the background.
 class ChannelGather {
  public:
-  ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm, const at::Tensor& own)
-      : ChannelGather(op, comm, own, {own.size(0) * comm->size(), comm->size()}, true) {}
+  // `algorithm`: pipelined gathers through the communicator, any other over the gather channel.
+  ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm, const at::Tensor& own,
+                Algorithm algorithm = Algorithm::p2p)
+      : ChannelGather(op, comm, own, {own.size(0) * comm->size(), comm->size()}, true, algorithm) {}
   // `share`: split of all rows among the ranks. Without `with_own`, rows() has only other ranks'
   // rows.
   ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm, const at::Tensor& own,
-                const RowShare& share, bool with_own);
+                const RowShare& share, bool with_own, Algorithm algorithm = Algorithm::p2p);
   // Valid after finish(), for the lifetime of this object.
   const at::Tensor& rows() const { return rows_; }
   void finish() { gather_->finish(); }
@@ -125,12 +104,19 @@ class ChannelGather {
   std::optional<BackgroundGather> gather_;
 };
 
-// Return the bytes of a channel that a gather, a scatter or low_latency needs; never 0, which would
-// mean that no channel is used.
+// Returns the bytes of the gather channel for these rows of one rank, and of the scatter channel
+// for the products of all rows; never 0, which would mean that the channel is not used.
 int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Tensor& scales = {});
 int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype,
                       int64_t row_unit = 1);
+
+// Returns the types of the fused kernels of a product; empty if all are those of the result.
+std::optional<FusedTypes> fused_types(const GemmArgs& args, at::ScalarType lhs, at::ScalarType out);
+
+// "low_latency": sums products where the ranks wrote them.
 int64_t low_latency_bytes(const TorchComm& comm, int64_t rows, int64_t columns,
                           at::ScalarType dtype);
+void run_low_latency(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                     ReduceGemm problem);
 
 }  // namespace torch_overlap::ops

@@ -50,6 +50,11 @@ inline Tensor register_started(std::string_view op, const Tensor& x, StartedOp s
   return std::move(started.out);
 }
 
+template <typename Call, typename Fields>
+class OperatorOf;
+template <typename Call>
+using Operator = OperatorOf<Call, decltype(Call::fields(std::declval<const Call&>()))>;
+
 // Registers kernels for TORCH_OVERLAP_KERNELS. Each kernel translates its exceptions.
 class Kernels {
  public:
@@ -61,6 +66,11 @@ class Kernels {
       return with_exception_translation(
           [&]() -> Result { return kernel(std::forward<Args>(args)...); });
     });
+  }
+  // Registers a kernel of a call (operator.h).
+  template <typename Call, auto kKernel>
+  void impl() {
+    impl(Call::kName, &Operator<Call>::template unpacked<kKernel>);
   }
   // Registers one of torch's own kernels.
   void impl(const char* name, torch::CppFunction kernel) { library_.impl(name, std::move(kernel)); }

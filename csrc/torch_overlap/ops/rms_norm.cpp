@@ -2,15 +2,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rms_norm.h>
 
-#include "torch_overlap/ops/overlapped.h"
-#include "torch_overlap/ops/pipeline.h"
-#include "torch_overlap/ops/register.h"
+#include "torch_overlap/ops/autograd.h"
+#include "torch_overlap/ops/matmul_all_reduce.h"
+#include "torch_overlap/ops/rows.h"
 
 namespace torch_overlap::ops {
 namespace {
-
-constexpr std::string_view kAllReduceRmsNorm = "all_reduce_rms_norm";
-constexpr std::string_view kMatmulAllReduceRmsNorm = "matmul_all_reduce_rms_norm";
 
 // The normalized rows, and the rows before normalization.
 using NormResults = std::tuple<Tensor, Tensor>;
@@ -65,156 +62,137 @@ void sum_and_norm(const std::shared_ptr<TorchComm>& comm, const Tensor& rows,
                                    .eps = eps});
 }
 
-bool any_needs_autograd(std::initializer_list<Tensor> tensors, const std::optional<Tensor>& bias) {
-  return (bias && needs_autograd(*bias)) ||
-         std::any_of(tensors.begin(), tensors.end(),
-                     [](const Tensor& tensor) { return needs_autograd(tensor); });
-}
-
-std::optional<Tensor> defined_or_none(const std::optional<Tensor>& bias) {
-  return bias && bias->defined() ? bias : std::nullopt;
-}
-
 // --- all_reduce_rms_norm -------------------------------------------------------------------------
 
-void check_all_reduce(const Tensor& x, const Tensor& residual, const Tensor& weight,
-                      const std::optional<Tensor>& bias, int64_t group_size, double eps) {
-  check_group_size(kAllReduceRmsNorm, group_size);
-  TORCH_OVERLAP_CHECK(x.dim() >= 1, kValue, kAllReduceRmsNorm,
+void check_all_reduce(const AllReduceRmsNorm& call) {
+  constexpr std::string_view kOp = AllReduceRmsNorm::kName;
+  const Tensor& x = call.x;
+  check_group_size(kOp, call.group_size);
+  TORCH_OVERLAP_CHECK(x.dim() >= 1, kValue, kOp,
                       ": expected x of one or more dimensions, got a scalar. Use x.reshape(1).");
-  check_norm_operands(kAllReduceRmsNorm, x.sym_sizes(), x, residual, weight, eps);
-  if (bias) {
-    check_dtype(kAllReduceRmsNorm, "bias", x, *bias);
-    TORCH_OVERLAP_CHECK(bias->dim() == 1, kValue, kAllReduceRmsNorm,
-                        ": expected a bias with one dimension, got shape ", bias->sym_sizes(),
+  check_norm_operands(kOp, x.sym_sizes(), x, call.residual, call.weight, call.eps);
+  if (call.bias) {
+    check_dtype(kOp, "bias", x, *call.bias);
+    TORCH_OVERLAP_CHECK(call.bias->dim() == 1, kValue, kOp,
+                        ": expected a bias with one dimension, got shape ", call.bias->sym_sizes(),
                         ". Flatten it.");
-    check_size(kAllReduceRmsNorm, "bias", x.sym_size(-1), bias->sym_size(0));
+    check_size(kOp, "bias", x.sym_size(-1), call.bias->sym_size(0));
   }
 }
 
-NormResults all_reduce_rms_norm_kernel(const Tensor& x, const Tensor& residual,
-                                       const Tensor& weight, const std::optional<Tensor>& bias,
-                                       std::string_view comm, int64_t group_size, double eps) {
-  check_all_reduce(x, residual, weight, bias, group_size, eps);
-  auto [out, hidden] = results_like(x.sym_sizes(), x);
-  const auto communicator = find_comm(kAllReduceRmsNorm, comm, group_size);
-  out.copy_(x);
-  sum_and_norm(communicator, out, bias, residual, hidden, weight, eps);
+NormResults all_reduce_rms_norm_kernel(const AllReduceRmsNorm& call) {
+  check_all_reduce(call);
+  auto [out, hidden] = results_like(call.x.sym_sizes(), call.x);
+  if (is_shape_only(call.x)) return {std::move(out), std::move(hidden)};
+  const auto comm = find_comm(AllReduceRmsNorm::kName, call.comm, call.group_size);
+  out.copy_(call.x);
+  sum_and_norm(comm, out, call.bias, call.residual, hidden, call.weight, call.eps);
   return {std::move(out), std::move(hidden)};
 }
 
-NormResults all_reduce_rms_norm_meta(const Tensor& x, const Tensor& residual, const Tensor& weight,
-                                     const std::optional<Tensor>& bias, std::string_view,
-                                     int64_t group_size, double eps) {
-  check_all_reduce(x, residual, weight, bias, group_size, eps);
-  return results_like(x.sym_sizes(), x);
-}
-
-NormResults all_reduce_rms_norm_autograd(const Tensor& x, const Tensor& residual,
-                                         const Tensor& weight, const std::optional<Tensor>& bias,
-                                         std::string_view comm, int64_t group_size, double eps) {
-  const auto present = defined_or_none(bias);
-  if (!any_needs_autograd({x, residual, weight}, present)) {
+NormResults all_reduce_rms_norm_autograd(const AllReduceRmsNorm& call) {
+  if (!needs_autograd(call)) {
     const BelowAutograd guard;
-    return ops::all_reduce_rms_norm(x, residual, weight, present, comm, group_size, eps);
+    return ops::all_reduce_rms_norm(call);
   }
-  check_all_reduce(x, residual, weight, present, group_size, eps);
-  auto sum = ops::all_reduce(x, "sum", comm, group_size);
-  if (present) sum = at::add(sum, *present);
-  return add_and_norm(sum, residual, weight, eps);
+  check_all_reduce(call);
+  auto sum = ops::all_reduce(call.x, "sum", call.comm, call.group_size);
+  if (call.bias) sum = at::add(sum, *call.bias);
+  return add_and_norm(sum, call.residual, call.weight, call.eps);
 }
 
 // --- matmul_all_reduce_rms_norm ------------------------------------------------------------------
 
 // Returns the shape of both results.
-c10::SymDimVector matmul_shape(const Tensor& x, const Tensor& weight,
-                               const std::optional<Tensor>& bias, const Tensor& residual,
-                               const Tensor& norm_weight, int64_t group_size, double eps,
-                               std::string_view algorithm) {
-  check_group_size(kMatmulAllReduceRmsNorm, group_size);
-  check_algorithm(kMatmulAllReduceRmsNorm, algorithm);
-  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kMatmulAllReduceRmsNorm,
-                      ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
-                      "; use x.unsqueeze(0)");
-  check_weight(kMatmulAllReduceRmsNorm, x, weight);
-  if (bias) check_bias(kMatmulAllReduceRmsNorm, x, *bias, weight);
-  c10::SymDimVector shape(x.sym_sizes());
-  shape.back() = weight.sym_size(0);
-  check_norm_operands(kMatmulAllReduceRmsNorm, shape, x, residual, norm_weight, eps);
+c10::SymDimVector check_matmul(const MatmulAllReduceRmsNorm& call) {
+  constexpr std::string_view kOp = MatmulAllReduceRmsNorm::kName;
+  check_group_size(kOp, call.group_size);
+  check_algorithm(kOp, call.algorithm);
+  check_row_dim(kOp, call.x, 0, "rows");
+  check_weight(kOp, call.x, call.weight);
+  if (call.bias) check_bias(kOp, call.x, *call.bias, call.weight);
+  c10::SymDimVector shape(call.x.sym_sizes());
+  shape.back() = call.weight.sym_size(0);
+  check_norm_operands(kOp, shape, call.x, call.residual, call.norm_weight, call.eps);
   return shape;
 }
 
-NormResults matmul_all_reduce_rms_norm_kernel(const Tensor& x, const Tensor& weight,
-                                              const std::optional<Tensor>& bias,
-                                              const Tensor& residual, const Tensor& norm_weight,
-                                              std::string_view comm, int64_t group_size, double eps,
-                                              std::string_view algorithm) {
-  const auto shape =
-      matmul_shape(x, weight, bias, residual, norm_weight, group_size, eps, algorithm);
-  const auto communicator = find_comm(kMatmulAllReduceRmsNorm, comm, group_size);
-  const auto inputs = to_rows(x, 0);
-  const auto chosen = matmul_all_reduce_algorithm(communicator, inputs, weight.size(0), algorithm);
-  // The measurement is of a sum without a norm. With a norm after it, one kernel that does both is
-  // faster than a sum that saves a copy of its operand.
-  const bool is_measured_alone = chosen == Algorithm::low_latency && algorithm != "low_latency";
-  if (chosen != Algorithm::sequential && !is_measured_alone) {
-    auto sum = ops::matmul_all_reduce(x, weight, bias, comm, group_size, "sum", algorithm);
-    auto hidden = at::empty_symint(sum.sym_sizes(), sum.options());
-    communicator->add_rms_norm(sum, {.residual = residual.contiguous(),
-                                     .residual_out = hidden,
-                                     .weight = norm_weight.contiguous(),
-                                     .bias = {},
-                                     .eps = eps});
-    return {std::move(sum), std::move(hidden)};
+MatmulAllReduce without_norm(const MatmulAllReduceRmsNorm& call) {
+  return {.x = call.x,
+          .weight = call.weight,
+          .bias = call.bias,
+          .comm = call.comm,
+          .group_size = call.group_size,
+          .algorithm = call.algorithm};
+}
+
+// Returns the algorithm of the product and its sum. The measurement is of a sum without a norm. With
+// a norm after it, one kernel that does both is faster than a sum that saves a copy of its operand.
+std::optional<Algorithm> choose_with_norm(const ReduceProduct& product,
+                                          std::string_view algorithm) {
+  auto chosen = choose_forward(problem_of(product), algorithm, product.comm);
+  if (chosen == Algorithm::low_latency && algorithm != "low_latency") {
+    chosen = Algorithm::sequential;
   }
-  auto [out, hidden] = results_like(shape, x);
-  linear_out(kMatmulAllReduceRmsNorm, out.flatten(0, -2), inputs, weight, std::nullopt);
-  sum_and_norm(communicator, out, bias, residual, hidden, norm_weight, eps);
-  return {std::move(out), std::move(hidden)};
+  ExplainScope* const scope = ExplainScope::current();
+  if (scope != nullptr && scope->choice->algorithm == Algorithm::low_latency &&
+      algorithm != "low_latency") {
+    scope->choice = {Algorithm::sequential,
+                     "what was measured as the quickest is the sum without the norm, which this "
+                     "has in its kernel",
+                     "rule"};
+  }
+  return chosen;
 }
 
-NormResults matmul_all_reduce_rms_norm_meta(const Tensor& x, const Tensor& weight,
-                                            const std::optional<Tensor>& bias,
-                                            const Tensor& residual, const Tensor& norm_weight,
-                                            std::string_view, int64_t group_size, double eps,
-                                            std::string_view algorithm) {
-  return results_like(
-      matmul_shape(x, weight, bias, residual, norm_weight, group_size, eps, algorithm), x);
+NormResults matmul_all_reduce_rms_norm_kernel(const MatmulAllReduceRmsNorm& call) {
+  auto [out, hidden] = results_like(check_matmul(call), call.x);
+  NormResults results{out, hidden};
+  if (is_shape_only(call.x)) return results;
+  const auto comm = find_comm(MatmulAllReduceRmsNorm::kName, call.comm, call.group_size);
+  ReduceProduct product = product_of(without_norm(call), comm, out);
+  const auto algorithm = choose_with_norm(product, call.algorithm);
+  if (!algorithm) return results;
+  if (algorithm != Algorithm::sequential) {
+    run(product, *algorithm);
+    comm->add_rms_norm(out, {.residual = call.residual.contiguous(),
+                             .residual_out = hidden,
+                             .weight = call.norm_weight.contiguous(),
+                             .bias = {},
+                             .eps = call.eps});
+    return results;
+  }
+  product.gemm.out = product.out;
+  Product(MatmulAllReduceRmsNorm::kName, std::move(product.gemm)).run();
+  sum_and_norm(comm, out, call.bias, call.residual, hidden, call.norm_weight, call.eps);
+  return results;
 }
 
-NormResults matmul_all_reduce_rms_norm_autograd(const Tensor& x, const Tensor& weight,
-                                                const std::optional<Tensor>& bias,
-                                                const Tensor& residual, const Tensor& norm_weight,
-                                                std::string_view comm, int64_t group_size,
-                                                double eps, std::string_view algorithm) {
-  const auto present = defined_or_none(bias);
-  if (!any_needs_autograd({x, weight, residual, norm_weight}, present)) {
+NormResults matmul_all_reduce_rms_norm_autograd(const MatmulAllReduceRmsNorm& call) {
+  if (!needs_autograd(call)) {
     const BelowAutograd guard;
-    return ops::matmul_all_reduce_rms_norm(x, weight, present, residual, norm_weight, comm,
-                                           group_size, eps, algorithm);
+    return ops::matmul_all_reduce_rms_norm(call);
   }
-  matmul_shape(x, weight, present, residual, norm_weight, group_size, eps, algorithm);
-  const auto sum = ops::matmul_all_reduce(x, weight, present, comm, group_size, "sum", algorithm);
-  return add_and_norm(sum, residual, norm_weight, eps);
+  check_matmul(call);
+  return add_and_norm(ops::matmul_all_reduce(without_norm(call)), call.residual, call.norm_weight,
+                      call.eps);
 }
 
 }  // namespace
 
-NormResults all_reduce_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight,
-                                const std::optional<Tensor>& bias, std::string_view comm,
-                                int64_t group_size, double eps) {
-  static const auto handle = find_op<decltype(all_reduce_rms_norm_kernel)>("all_reduce_rms_norm");
-  return handle.call(x, residual, weight, bias, comm, group_size, eps);
+NormResults all_reduce_rms_norm(const AllReduceRmsNorm& call) {
+  return Operator<AllReduceRmsNorm>::dispatch(call);
 }
 
-NormResults matmul_all_reduce_rms_norm(const Tensor& x, const Tensor& weight,
-                                       const std::optional<Tensor>& bias, const Tensor& residual,
-                                       const Tensor& norm_weight, std::string_view comm,
-                                       int64_t group_size, double eps, std::string_view algorithm) {
-  static const auto handle =
-      find_op<decltype(matmul_all_reduce_rms_norm_kernel)>("matmul_all_reduce_rms_norm");
-  return handle.call(x, weight, bias, residual, norm_weight, comm, group_size, eps, algorithm);
+NormResults matmul_all_reduce_rms_norm(const MatmulAllReduceRmsNorm& call) {
+  return Operator<MatmulAllReduceRmsNorm>::dispatch(call);
 }
+
+TORCH_OVERLAP_OPERATOR(AllReduceRmsNorm, all_reduce_rms_norm_kernel)
+TORCH_OVERLAP_AUTOGRAD(AllReduceRmsNorm, all_reduce_rms_norm_autograd)
+TORCH_OVERLAP_OPERATOR(MatmulAllReduceRmsNorm, matmul_all_reduce_rms_norm_kernel)
+TORCH_OVERLAP_AUTOGRAD(MatmulAllReduceRmsNorm, matmul_all_reduce_rms_norm_autograd)
+TORCH_OVERLAP_AUTOCAST(MatmulAllReduceRmsNorm)
 
 }  // namespace torch_overlap::ops
 
@@ -228,19 +206,4 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
       " Tensor norm_weight, str comm, int group_size, float eps=1e-06, str algorithm=\"auto\")"
       " -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("all_reduce_rms_norm", torch_overlap::ops::all_reduce_rms_norm_kernel);
-  m.impl("matmul_all_reduce_rms_norm", torch_overlap::ops::matmul_all_reduce_rms_norm_kernel);
-}
-
-TORCH_OVERLAP_KERNELS(Meta, m) {
-  m.impl("all_reduce_rms_norm", torch_overlap::ops::all_reduce_rms_norm_meta);
-  m.impl("matmul_all_reduce_rms_norm", torch_overlap::ops::matmul_all_reduce_rms_norm_meta);
-}
-
-TORCH_OVERLAP_KERNELS(Autograd, m) {
-  m.impl("all_reduce_rms_norm", torch_overlap::ops::all_reduce_rms_norm_autograd);
-  m.impl("matmul_all_reduce_rms_norm", torch_overlap::ops::matmul_all_reduce_rms_norm_autograd);
 }

@@ -4,7 +4,7 @@
 #include "torch_overlap/gemm/operand.h"
 #include "torch_overlap/gemm/quantize.h"
 #include "torch_overlap/ops/checks.h"
-#include "torch_overlap/ops/pipeline.h"
+#include "torch_overlap/ops/rows.h"
 
 namespace torch_overlap::ops {
 namespace {
@@ -51,20 +51,13 @@ ScaledInput check_scaled_x(std::string_view op, const at::Tensor& x, const at::T
                            int64_t scaling_mode) {
   check_group_size(op, group_size);
   check_choice(op, "algorithm", kScaledAlgorithms, algorithm);
-  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, op,
-                      ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
-                      "; use x.unsqueeze(0)");
   const auto modes = scaled_modes(op, scaling_mode);
   check_quantized(op, {.name = "x", .list = {}}, x, x_scale_inv, modes.x);
   TORCH_OVERLAP_CHECK(
       out_dtype == at::kFloat || out_dtype == at::kHalf || out_dtype == at::kBFloat16, kType, op,
       ": expected out_dtype float32, float16 or bfloat16, got ", out_dtype,
       ". Convert the result.");
-  const int64_t wrapped = wrap_dim(op, x, dim, what);
-  TORCH_OVERLAP_CHECK(wrapped + 1 < x.dim(), kValue, op, ": expected ", what,
-                      " to be a dimension of rows, got ", dim, ", the features of shape ",
-                      x.sym_sizes(), ". Move the features last.");
-  return {.dim = wrapped, .modes = modes};
+  return {.dim = check_row_dim(op, x, dim, what), .modes = modes};
 }
 
 void check_scaled_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
@@ -95,15 +88,6 @@ at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& x_scale_inv, int64_
   return to_rows(scales.reshape(sizes), dim).contiguous();
 }
 
-FusedTypes scaled_types(const at::Tensor& x, const at::Tensor& weight, at::ScalarType out_dtype,
-                        const ScaledModes& modes, bool use_split_accumulator) {
-  return {.lhs = x.scalar_type(),
-          .rhs = weight.scalar_type(),
-          .out = out_dtype,
-          .scaling = modes.weight,
-          .use_split_accumulator = use_split_accumulator};
-}
-
 GemmArgs scaled_product(const at::Tensor& x_scale_inv, const at::Tensor& weight,
                         const at::Tensor& weight_scale_inv, const ScaledModes& modes,
                         bool use_split_accumulator) {
@@ -115,6 +99,16 @@ GemmArgs scaled_product(const at::Tensor& x_scale_inv, const at::Tensor& weight,
               .scaling = modes.weight,
               .scale_inv = weight_scale_inv};
   args.use_split_accumulator = use_split_accumulator;
+  return args;
+}
+
+GemmArgs scaled_product(const at::Tensor& x, const at::Tensor& x_scale_inv, int64_t dim,
+                        const at::Tensor& weight, const at::Tensor& weight_scale_inv,
+                        const ScaledModes& modes, bool use_split_accumulator) {
+  GemmArgs args =
+      scaled_product(x_scale_inv, weight, weight_scale_inv, modes, use_split_accumulator);
+  args.lhs.data = to_rows(x, dim);
+  if (modes.gathers_scales()) args.lhs.scale_inv = scale_rows(x, x_scale_inv, dim, modes);
   return args;
 }
 

@@ -6,7 +6,6 @@
 #include <string_view>
 
 #include "torch_overlap/gemm/gemm.h"
-#include "torch_overlap/overlap/fused.h"
 
 // Shared code of the fused operators on 8-bit floats: value = data * scale_inv, in a ScalingMode.
 namespace torch_overlap::ops {
@@ -21,11 +20,6 @@ struct ScaledModes {
 TORCH_OVERLAP_API ScaledModes scaled_modes(std::string_view op, int64_t scaling_mode);
 // Returns the unit of which the rows of x, and of its parts, must be a multiple.
 TORCH_OVERLAP_API int64_t row_unit(const ScaledModes& modes);
-
-// Returns the types of the fused kernel. With several weights one stands for all: whatever their
-// types, the kernel exists for all of them or for none.
-FusedTypes scaled_types(const at::Tensor& x, const at::Tensor& weight, at::ScalarType out_dtype,
-                        const ScaledModes& modes, bool use_split_accumulator);
 
 // Result of the checks of everything but the weights. `dim`: the dimension of rows that is gathered
 // or scattered, as a non-negative number. All checks here work on symbolic shapes.
@@ -52,5 +46,10 @@ at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& x_scale_inv, int64_
 GemmArgs scaled_product(const at::Tensor& x_scale_inv, const at::Tensor& weight,
                         const at::Tensor& weight_scale_inv, const ScaledModes& modes,
                         bool use_split_accumulator);
+
+// The same with all of x, dimension `dim` first.
+GemmArgs scaled_product(const at::Tensor& x, const at::Tensor& x_scale_inv, int64_t dim,
+                        const at::Tensor& weight, const at::Tensor& weight_scale_inv,
+                        const ScaledModes& modes, bool use_split_accumulator);
 
 }  // namespace torch_overlap::ops

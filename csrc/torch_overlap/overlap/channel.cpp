@@ -183,6 +183,19 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
   return channel;
 }
 
+std::shared_ptr<OverlapChannel> OverlapChannel::over_communicator(
+    std::string_view op, const std::shared_ptr<TorchComm>& comm, const LaneOptions& lanes) {
+  std::shared_ptr<OverlapChannel> channel(new OverlapChannel);
+  channel->layout_ = {.size = comm->size()};
+  channel->device_ = &overlap_device(op, comm->device().type());
+  channel->unsupported_reason_ = "the channel moves data through the communicator";
+  channel->logs_ = Env::log_chunks();
+  channel->lanes_ = channel->device_->make_lanes(comm->device(), lanes);
+  channel->transport_ = std::make_unique<CommTransport>(comm);
+  channel->group_ = OverlapGroup::of(comm);
+  return channel;
+}
+
 bool OverlapChannel::is_captured() const {
   const c10::DeviceGuard guard(group_->device());
   return device_->capture() != 0;
@@ -195,7 +208,7 @@ at::Tensor OverlapChannel::data(int64_t at, c10::IntArrayRef sizes, at::ScalarTy
 }
 
 int64_t OverlapChannel::offset_of(const at::Tensor& tensor) const {
-  if (tensor.numel() == 0) return 0;
+  if (tensor.numel() == 0 || !memory_) return 0;
   return static_cast<const std::byte*>(tensor.const_data_ptr()) -
          static_cast<const std::byte*>(part_.const_data_ptr());
 }
@@ -339,7 +352,7 @@ void OverlapChannel::keep_for_graph() {
   const uint64_t capture = device_->capture();
   if (capture == 0 || capture == retained_capture_) return;
   auto what = transport_->retained_resources();
-  what.push_back(std::make_shared<at::Tensor>(part_));
+  if (part_.defined()) what.push_back(std::make_shared<at::Tensor>(part_));
   device_->keep_for_graph(std::move(what));
   retained_capture_ = capture;
 }

@@ -114,13 +114,18 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   // communicator; without a communicator that is an error.
   static std::shared_ptr<OverlapChannel> create(std::shared_ptr<OverlapGroup> group,
                                                 const Request& request);
+  // Returns a channel that moves data through the communicator and has no data itself: the caller
+  // passes the memory. Local, and possible during a capture.
+  static std::shared_ptr<OverlapChannel> over_communicator(std::string_view op,
+                                                           const std::shared_ptr<TorchComm>& comm,
+                                                           const LaneOptions& lanes);
 
   const OverlapGroup& group() const { return *group_; }
   int64_t bytes() const { return layout_.bytes; }
   int flags() const { return layout_.flags; }
   // Returns a tensor in this rank's data.
   at::Tensor data(int64_t at, c10::IntArrayRef sizes, at::ScalarType dtype) const;
-  // Returns the offset in bytes of `tensor` in the data.
+  // Returns the offset in bytes of `tensor` in the data; 0 if the ranks do not map it.
   int64_t offset_of(const at::Tensor& tensor) const;
   OverlapDevice& device() const { return *device_; }
   const Transport& transport() const { return *transport_; }

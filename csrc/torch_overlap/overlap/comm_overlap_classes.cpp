@@ -188,7 +188,10 @@ void CommOverlapP2PBase::do_rs(std::string_view op, const GemmArgs& args, const 
                    {.gemms = {product},
                     .rows = rows(),
                     .partial = get_buffer(),
-                    .at = scratch_offset(config()),
+                    .received = channel().data(
+                        scratch_offset(config()),
+                        {config().tp_size * rows().largest(), get_buffer().size(1)},
+                        get_buffer().scalar_type()),
                     .out = rs_output,
                     .scale_inv = scale_of_sum(op),
                     .factor = 1,

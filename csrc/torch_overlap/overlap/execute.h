@@ -18,7 +18,7 @@ namespace torch_overlap {
 // A matrix whose rows are gathered from all ranks.
 struct GatheredRows {
   at::Tensor own;   // this rank's [length, columns], contiguous; may be its slice of `all`
-  at::Tensor all;   // [rows, columns], contiguous, in the channel's data
+  at::Tensor all;   // [rows, columns], contiguous; in the channel's data if ranks map it
   at::Tensor copy;  // [rows, columns]: all rows are copied to it; undefined: not requested
 };
 
@@ -52,8 +52,9 @@ struct ScatterGemm {
   std::vector<GemmArgs> gemms;
   RowShare rows;
   at::Tensor partial;  // [rows, columns], contiguous: destination of this rank's GEMMs
-  // Offset in bytes in the channel's data, of size x rows.largest() rows.
-  int64_t at = 0;
+  // [size * rows.largest(), columns], contiguous, in the channel's data if ranks map it: the rows
+  // of rank r arrive at row r * rows.largest().
+  at::Tensor received;
   at::Tensor out;  // [length, columns] of this rank
   at::Tensor scale_inv;
   double factor = 1;
@@ -65,8 +66,8 @@ struct ScatterGemm {
   bool fused = false;
   bool single_lane = false;  // see Lanes::fork()
 };
-// Uses flags 0 .. size - 1; if fused, all flags of the channel. `partial` and the slots at `at`
-// must not overlap.
+// Uses flags 0 .. size - 1; if fused, all flags of the channel. `partial` and
+// `received` must not overlap.
 TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,
                                         const ScatterGemm& problem);
 

@@ -115,6 +115,8 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
   operation_->put([&](OverlapChannel::Session& session) {
     const int comm = session.lanes.comm();
     put_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);
+    // Work of a CPU's lanes is queued: this starts the transfers, which then run in the background.
+    if (!channel.transport().is_peer_mapped()) session.lanes.join_lane(comm);
     if (!with_own) return;
     session.lanes.run(
         comm, "copy",

@@ -101,7 +101,7 @@ void put_products_and_sends(OverlapChannel::Session& session, const ScatterGemm&
   Lanes& lanes = session.lanes;
   const int comm = lanes.comm();
   const int64_t row = row_bytes(problem.partial);
-  const int64_t at = problem.at + rank * problem.rows.largest() * row;
+  const int64_t at = fused.at + rank * problem.rows.largest() * row;
   for (size_t i = 0; i < exchanges.size(); ++i) {
     const auto rows = rows_of_rank(problem.partial, problem.rows, exchanges[i].give);
     const auto pieces = fused.pieces_of(exchanges[i].give);
@@ -127,7 +127,7 @@ void put_products_and_sends(OverlapChannel::Session& session, const ScatterGemm&
 void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
   FusedScatter fused{.gemm = problem.gemms.at(0),
                      .rows = problem.rows,
-                     .at = problem.at,
+                     .at = channel.offset_of(problem.received),
                      .out = problem.out,
                      .factor = problem.factor,
                      .ranks_share_k = problem.ranks_share_k};

@@ -127,19 +127,18 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const RowShare& rows = problem.rows;
-  const int64_t columns = problem.partial.size(1);
   const int64_t length = rows.length(rank);
   const auto schedule = scatter_schedule(rank, size);
-  const int64_t slot = rows.largest() * row_bytes(problem.partial);
+  const auto slot = [&](int peer) {
+    return row_view(problem.received, peer * rows.largest(), length);
+  };
   SumArgs sum{.out = problem.out,
               .parts = {},
               .scale_inv = problem.scale_inv,
               .factor = problem.factor,
               .bias = problem.bias};
   for (int peer = 0; peer < size; ++peer) {
-    sum.parts.push_back(peer == rank ? rows_of_rank(problem.partial, rows, rank)
-                                     : channel.data(problem.at + peer * slot, {length, columns},
-                                                    problem.partial.scalar_type()));
+    sum.parts.push_back(peer == rank ? rows_of_rank(problem.partial, rows, rank) : slot(peer));
   }
   std::vector<GemmArgs> terms = problem.gemms;
   PartialAmax largest(std::exchange(terms.at(0).out_amax, {}), schedule.steps.size());
@@ -160,6 +159,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
       products[i].emplace_back(op, std::move(part));
     }
   }
+  const int64_t slots_offset = channel.offset_of(problem.received);
   const auto body = [&](OverlapChannel::Session& session) {
     Lanes& lanes = session.lanes;
     const int comm = lanes.comm();
@@ -182,7 +182,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
       lanes.after(comm, computed.back());
       session.exchange(comm, {.to = exchange.to,
                               .give = rows_of_rank(problem.partial, rows, chunk),
-                              .at = problem.at + rank * slot,
+                              .at = slots_offset + rank * rows.largest() * row_bytes(problem.partial),
                               .flag = rank,
                               .from = exchange.from,
                               .get = sum.parts[exchange.from],

@@ -22,6 +22,8 @@ constexpr std::string_view attachment_name(OperatorChannel which) {
   return "operators' reduce channel";
 }
 
+constexpr LaneOptions kLanes{.num_compute_lanes = 2};
+
 constexpr int num_flags_per_rank(OperatorChannel which) {
   return which == OperatorChannel::sum ? 2 * kMaxLowLatencyBlocks : kOperatorFlagsPerRank;
 }
@@ -53,10 +55,24 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
        .bytes = rounded_bytes,
        .flags = num_flags_per_rank(which) * size,
        .tiles = which == OperatorChannel::sum ? 0 : device.tiles(),
-       .lanes = {.num_compute_lanes = 2},
+       .lanes = kLanes,
        .use_ce = true,
        .fault = {}});
   comm->attach(name, channel);
+  return channel;
+}
+
+std::shared_ptr<OverlapChannel> pipeline_channel(std::string_view op,
+                                                 const std::shared_ptr<TorchComm>& comm,
+                                                 OperatorChannel which) {
+  const std::string_view name = which == OperatorChannel::gather ? "operators' gather pipeline"
+                                                                 : "operators' scatter pipeline";
+  auto channel = std::static_pointer_cast<OverlapChannel>(comm->attachment(name));
+  if (!channel) {
+    const c10::DeviceGuard guard(comm->device());
+    channel = OverlapChannel::over_communicator(op, comm, kLanes);
+    comm->attach(name, channel);
+  }
   return channel;
 }
 

@@ -26,6 +26,11 @@ TORCH_OVERLAP_API std::shared_ptr<OverlapChannel> operator_channel(
     std::string_view op, const std::shared_ptr<TorchComm>& comm, OperatorChannel which,
     int64_t bytes);
 
+// Returns a channel of a communicator that sends and receives: for "pipelined", on ranks that need
+// not map each other's memory. `which`: gather or scatter. Never null; local.
+TORCH_OVERLAP_API std::shared_ptr<OverlapChannel> pipeline_channel(
+    std::string_view op, const std::shared_ptr<TorchComm>& comm, OperatorChannel which);
+
 // Returns the channel if it exists, otherwise null; for explain.
 TORCH_OVERLAP_API std::shared_ptr<OverlapChannel> existing_operator_channel(const TorchComm& comm,
                                                                             OperatorChannel which);

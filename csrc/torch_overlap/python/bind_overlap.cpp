@@ -2,8 +2,6 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/ops/choose.h"
-#include "torch_overlap/ops/exchange.h"
-#include "torch_overlap/ops/gemm_all_reduce.h"
 #include "torch_overlap/ops/scaled.h"
 #include "torch_overlap/ops/tuning.h"
 #include "torch_overlap/overlap/channel.h"
@@ -468,71 +466,16 @@ void register_overlap(py::module_& m) {
     }
     return entries;
   });
-  m.def(
-      "_explain_algorithm",
-      [](const std::string& op, const std::string& algorithm,
-         const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
-         const std::tuple<int64_t, int64_t, int64_t>& shape, int64_t chunk_rows,
-         int64_t gather_bytes, int64_t scatter_bytes,
-         const std::tuple<int64_t, int64_t, int64_t>& local_shape, bool prefers_channels,
-         const std::optional<std::tuple<at::ScalarType, at::ScalarType, int64_t, bool>>& scaled,
-         std::optional<int64_t> low_latency_bytes, bool reduces) {
-        const auto [m, n, k] = shape;
-        std::optional<FusedTypes> types;
-        if (scaled) {
-          types = {.lhs = std::get<0>(*scaled),
-                   .rhs = std::get<1>(*scaled),
-                   .out = dtype,
-                   .scaling = scaling_mode(op, std::get<2>(*scaled)),
-                   .use_split_accumulator = std::get<3>(*scaled)};
-        }
-        const auto choice = ops::explain_algorithm({.op = op,
-                                                    .dtype = dtype,
-                                                    .m = m,
-                                                    .n = n,
-                                                    .k = k,
-                                                    .chunk_rows = chunk_rows,
-                                                    .gather_bytes = gather_bytes,
-                                                    .scatter_bytes = scatter_bytes,
-                                                    .local_n = std::get<1>(local_shape),
-                                                    .local_k = std::get<2>(local_shape),
-                                                    .local_m = std::get<0>(local_shape),
-                                                    .types = types,
-                                                    .low_latency_bytes = low_latency_bytes,
-                                                    .is_all_reduce = reduces,
-                                                    .prefers_channels = prefers_channels},
-                                                   algorithm, comm);
-        return std::tuple(std::string(ops::to_string(choice.algorithm)), choice.why,
-                          std::string(choice.decided_by));
-      },
-      py::arg("op"), py::arg("algorithm"), py::arg("comm").none(false), py::arg("dtype"),
-      py::arg("shape"), py::arg("chunk_rows"), py::arg("gather_bytes") = 0,
-      py::arg("scatter_bytes") = 0,
-      py::arg("local_shape") = std::tuple<int64_t, int64_t, int64_t>(0, 0, 0),
-      py::arg("prefers_channels") = true, py::arg("scaled") = py::none(),
-      py::arg("low_latency_bytes") = py::none(), py::arg("reduces") = false);
-  m.def(
-      "_summed_product_problem",
-      [](const std::string& op, const std::shared_ptr<TorchComm>& comm, int64_t rows,
-         int64_t features, int64_t local_k, at::ScalarType dtype, std::optional<int64_t> scaling) {
-        const int64_t unit = scaling ? ops::row_unit(ops::scaled_modes(op, *scaling)) : 1;
-        const auto problem =
-            ops::gemm_all_reduce_problem(op, *comm, rows, features, local_k, dtype, unit);
-        return py::dict(
-            py::arg("dtype") = dtype,
-            py::arg("shape") = std::tuple(problem.m, problem.n, problem.k),
-            py::arg("chunk_rows") = problem.chunk_rows,
-            py::arg("gather_bytes") = problem.gather_bytes,
-            py::arg("scatter_bytes") = problem.scatter_bytes,
-            py::arg("local_shape") = std::tuple(problem.local_m, problem.local_n, problem.local_k),
-            py::arg("prefers_channels") = problem.prefers_channels,
-            py::arg("low_latency_bytes") = problem.low_latency_bytes,
-            py::arg("reduces") = problem.is_all_reduce);
-      },
-      py::arg("op"), py::arg("comm").none(false), py::arg("rows"), py::arg("features"),
-      py::arg("local_k"), py::arg("dtype"), py::arg("scaling_mode") = py::none());
-  m.attr("_ROW_PIECES") = ops::kNumRowPieces;
-  m.def("_column_exchange_bytes", &ops::ColumnExchange::channel_bytes, py::arg("bytes"));
+  m.def("_explain", [](const py::function& call) {
+    const ops::ExplainScope scope;
+    call();
+    TORCH_OVERLAP_CHECK(scope.choice.has_value(), kValue,
+                        "explain: expected an operator that chooses an algorithm, got one that "
+                        "does not. Call one of ops.fused.");
+    const ops::Choice& choice = *scope.choice;
+    return std::tuple(std::string(ops::to_string(choice.algorithm)), choice.why,
+                      std::string(choice.decided_by));
+  });
   m.def("_algorithms", &ops::algorithm_names);
   m.def("_tuning_key", &ops::tuning_key, py::arg("op"), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("dtype"), py::arg("group_size"), py::arg("device"), py::arg("in_graph"));

@@ -307,10 +307,10 @@ ERRORS = {
     "matmul_all_to_all: expected algorithm to be one of auto sequential pipelined p2p, got 'bulk'": (
         lambda c, x, w: ops.matmul_all_to_all(x, [w], c, algorithm="bulk")
     ),
-    r"all_to_all_matmul: expected x \[tokens, ..., features\] of two or more dimensions, got shape \[5\]": (
+    r"all_to_all_matmul: expected x of two or more dimensions, got shape \[5\]": (
         lambda c, x, w: ops.all_to_all_matmul(x[0], w, c)
     ),
-    r"matmul_all_to_all: expected x \[tokens, ..., features\] of two or more dimensions, got shape \[5\]": (
+    r"matmul_all_to_all: expected x of two or more dimensions, got shape \[5\]": (
         lambda c, x, w: ops.matmul_all_to_all(x[0], [w], c)
     ),
     "divisible by the group size 2, got 3": lambda c, x, w: ops.all_to_all_matmul(x[:3], w, c),

@@ -1,0 +1,33 @@
+#pragma once
+
+#include "torch_overlap/ops/ops.h"
+
+namespace torch_overlap::ops {
+
+// The gradient of all_gather_matmul: of x if `x_wanted`, and of the weights `wanted`. `gathered`:
+// the gathered x if it was saved; `gathered_grad`: its gradient. Gradients that are not wanted are
+// empty, of shape [0].
+struct AllGatherMatmulBackward {
+  using Result = std::tuple<Tensor, std::vector<Tensor>>;
+  static constexpr const char* kName = "_all_gather_matmul_backward";
+  std::vector<Tensor> grads;
+  Tensor x;
+  std::vector<Tensor> weights;
+  std::optional<Tensor> gathered;
+  std::optional<Tensor> gathered_grad;
+  bool x_wanted;
+  at::IntArrayRef wanted;
+  std::string_view comm;
+  int64_t group_size;
+  int64_t gather_dim;
+  std::string_view algorithm;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.grads, self.x, self.weights, self.gathered, self.gathered_grad,
+                    self.x_wanted, self.wanted, self.comm, self.group_size, self.gather_dim,
+                    self.algorithm);
+  }
+};
+
+}  // namespace torch_overlap::ops

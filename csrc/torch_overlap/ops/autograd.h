@@ -1,0 +1,269 @@
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "torch_overlap/ops/operator.h"
+
+// The gradient of an operator whose arguments are a call (operator.h). A call that has one adds:
+//
+//   template <typename Self>
+//   static auto saved(Self& self) { return std::tie(self.x, self.weight); }   // kept for backward
+//   static void backward(Backward<Call>& pass);
+//
+// and may add `static variable_list saved_results(const Call&, const variable_list& results)` and
+// `static variable_list non_differentiable(const variable_list& results)`.
+namespace torch_overlap::ops {
+
+// The tensors of a field, for which a gradient may be asked.
+inline void append_tensors(const Tensor& field, variable_list& tensors) {
+  if (field.defined()) tensors.push_back(field);
+}
+inline void append_tensors(const std::optional<Tensor>& field, variable_list& tensors) {
+  if (field) append_tensors(*field, tensors);
+}
+inline void append_tensors(const std::vector<Tensor>& field, variable_list& tensors) {
+  tensors.insert(tensors.end(), field.begin(), field.end());
+}
+inline void append_tensors(const OptionalTensors& field, variable_list& tensors) {
+  for (size_t i = 0; i < field.size(); ++i)
+    append_tensors(std::optional<Tensor>(field.get(i)), tensors);
+}
+template <typename Attribute>
+void append_tensors(const Attribute&, variable_list&) {}
+
+template <typename Call>
+variable_list tensors_of(const Call& call) {
+  variable_list tensors;
+  std::apply([&](const auto&... fields) { (append_tensors(fields, tensors), ...); },
+             Call::fields(call));
+  return tensors;
+}
+
+// True if the gradient of an operand of the call may be asked for.
+inline bool needs_autograd(const std::optional<Tensor>& field) {
+  return field && needs_autograd(*field);
+}
+inline bool needs_autograd(const std::vector<Tensor>& field) {
+  return std::any_of(field.begin(), field.end(),
+                     [](const Tensor& tensor) { return needs_autograd(tensor); });
+}
+inline bool needs_autograd(const OptionalTensors& field) {
+  for (size_t i = 0; i < field.size(); ++i) {
+    if (needs_autograd(std::optional<Tensor>(field.get(i)))) return true;
+  }
+  return false;
+}
+template <typename Attribute>
+  requires(std::is_arithmetic_v<Attribute> || std::is_enum_v<Attribute> ||
+           std::is_same_v<Attribute, std::string_view>)
+bool needs_autograd(const Attribute&) {
+  return false;
+}
+template <typename Call>
+  requires requires { Call::kName; }
+bool needs_autograd(const Call& call) {
+  return std::apply([](const auto&... fields) { return (needs_autograd(fields) || ...); },
+                    Call::fields(call));
+}
+
+// Conversions of the results of an operator.
+inline variable_list to_list(Tensor result) { return {std::move(result)}; }
+inline variable_list to_list(std::vector<Tensor> result) { return result; }
+inline variable_list to_list(std::tuple<Tensor, Tensor> result) {
+  return {std::get<0>(std::move(result)), std::get<1>(std::move(result))};
+}
+inline variable_list to_list(std::tuple<std::vector<Tensor>, Tensor> result) {
+  auto list = std::get<0>(std::move(result));
+  list.push_back(std::get<1>(std::move(result)));
+  return list;
+}
+template <typename Result>
+Result from_list(variable_list list) {
+  if constexpr (std::is_same_v<Result, Tensor>) {
+    return std::move(list[0]);
+  } else if constexpr (std::is_same_v<Result, variable_list>) {
+    return list;
+  } else if constexpr (std::is_same_v<Result, std::tuple<Tensor, Tensor>>) {
+    return {std::move(list[0]), std::move(list[1])};
+  } else {
+    auto last = std::move(list.back());
+    list.pop_back();
+    return {std::move(list), std::move(last)};
+  }
+}
+
+// A backward pass: the call, its saved tensors, the gradients of its results, and those of its
+// operands, which backward() of the call sets.
+template <typename Call>
+class Backward {
+ public:
+  Backward(AutogradContext* context, const variable_list& result_grads)
+      : grads(result_grads), context_(context) {
+    size_t field = 0;
+    std::apply([&](auto&... fields) { (restore(fields, field++), ...); }, Call::fields(call));
+    gradients_.resize(num_operands_ + 1);  // the call itself is an argument, too
+    auto tensors = context->get_saved_variables();
+    size_t next = 0;
+    std::apply([&](auto&... fields) { (take(fields, tensors, next), ...); }, Call::saved(call));
+    saved_results.assign(tensors.begin() + static_cast<std::ptrdiff_t>(next), tensors.end());
+  }
+
+  // The attributes, and the tensors that were saved. A tensor that was not is undefined; has()
+  // tells if there was one.
+  Call call{};
+  variable_list saved_results;
+  const variable_list& grads;
+
+  template <typename Field>
+  bool has(const Field& field, size_t i = 0) const {
+    return position(field, i) >= 0;
+  }
+  // True if the gradient of this operand is needed.
+  template <typename Field>
+  bool wants(const Field& field, size_t i = 0) const {
+    const int64_t at = position(field, i);
+    return at >= 0 && context_->needs_input_grad(static_cast<size_t>(at));
+  }
+  template <typename Field>
+  void set(const Field& field, Tensor gradient, size_t i = 0) {
+    gradients_.at(static_cast<size_t>(position(field, i))) = std::move(gradient);
+  }
+  variable_list finish() && { return std::move(gradients_); }
+
+  // Stores what the constructor needs.
+  static void save(AutogradContext* context, const Call& call, const variable_list& results) {
+    size_t field = 0;
+    std::apply([&](const auto&... fields) { (store(context, fields, field++), ...); },
+               Call::fields(call));
+    variable_list tensors;
+    std::apply([&](const auto&... fields) { (append_tensors(fields, tensors), ...); },
+               Call::saved(call));
+    if constexpr (requires { Call::saved_results(call, results); }) {
+      const auto kept = Call::saved_results(call, results);
+      tensors.insert(tensors.end(), kept.begin(), kept.end());
+    }
+    context->save_for_backward(std::move(tensors));
+  }
+
+ private:
+  static std::string key(size_t field) { return "field" + std::to_string(field); }
+
+  // For each operand of a field, 1 if it exists.
+  static std::vector<int64_t> existing(const Tensor&) { return {1}; }
+  static std::vector<int64_t> existing(const std::optional<Tensor>& field) {
+    return {field && field->defined() ? 1 : 0};
+  }
+  static std::vector<int64_t> existing(const std::vector<Tensor>& field) {
+    return std::vector<int64_t>(field.size(), 1);
+  }
+  static std::vector<int64_t> existing(const OptionalTensors& field) {
+    std::vector<int64_t> exists;
+    for (size_t i = 0; i < field.size(); ++i) {
+      exists.push_back(existing(std::optional<Tensor>(field.get(i)))[0]);
+    }
+    return exists;
+  }
+
+  template <typename Field>
+  static constexpr bool kIsTensors =
+      std::is_same_v<Field, Tensor> || std::is_same_v<Field, std::optional<Tensor>> ||
+      std::is_same_v<Field, std::vector<Tensor>> || std::is_same_v<Field, OptionalTensors>;
+
+  template <typename Field>
+  static void store(AutogradContext* context, const Field& field, size_t index) {
+    IValue& value = context->saved_data[key(index)];
+    if constexpr (kIsTensors<Field>) {
+      value = existing(field);
+    } else if constexpr (std::is_same_v<Field, std::string_view>) {
+      value = std::string(field);
+    } else {
+      value = field;
+    }
+  }
+
+  template <typename Field>
+  void restore(Field& field, size_t index) {
+    const IValue& value = context_->saved_data.at(key(index));
+    if constexpr (kIsTensors<Field>) {
+      Operands operands{.field = &field, .positions = {}};
+      for (const int64_t exists : value.toIntVector()) {
+        operands.positions.push_back(exists != 0 ? num_operands_++ : -1);
+      }
+      if constexpr (std::is_same_v<Field, std::vector<Tensor>>) {
+        field.resize(operands.positions.size());
+      }
+      operands_.push_back(std::move(operands));
+    } else if constexpr (std::is_same_v<Field, std::string_view>) {
+      field = value.toStringRef();  // of the context, which outlives this object
+    } else {
+      field = value.to<Field>();
+    }
+  }
+
+  static void take(Tensor& field, variable_list& saved, size_t& next) {
+    field = std::move(saved.at(next++));
+  }
+  static void take(std::vector<Tensor>& fields, variable_list& saved, size_t& next) {
+    for (Tensor& field : fields) take(field, saved, next);
+  }
+
+  // Returns the position of an operand among the inputs; -1 if it does not exist.
+  template <typename Field>
+  int64_t position(const Field& field, size_t i) const {
+    for (const Operands& operands : operands_) {
+      if (operands.field == &field) {
+        return i < operands.positions.size() ? operands.positions[i] : -1;
+      }
+    }
+    return -1;
+  }
+
+  struct Operands {
+    const void* field;
+    std::vector<int64_t> positions;
+  };
+  AutogradContext* context_;
+  std::vector<Operands> operands_;
+  int64_t num_operands_ = 0;
+  variable_list gradients_;
+};
+
+template <typename Call>
+class CallFunction : public Function<CallFunction<Call>> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* context, at::TensorList, const Call& call) {
+    const BelowAutograd guard;
+    auto results = to_list(Operator<Call>::dispatch(call));
+    Backward<Call>::save(context, call, results);
+    context->set_materialize_grads(false);
+    if constexpr (requires { Call::non_differentiable(results); }) {
+      context->mark_non_differentiable(Call::non_differentiable(results));
+    }
+    return results;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    Backward<Call> pass(context, grads);
+    Call::backward(pass);
+    return std::move(pass).finish();
+  }
+};
+
+// The Autograd kernel of a call.
+template <typename Call>
+typename Call::Result autograd_kernel(const Call& call) {
+  if (!needs_autograd(call)) {
+    const BelowAutograd guard;
+    return Operator<Call>::dispatch(call);
+  }
+  return from_list<typename Call::Result>(
+      CallFunction<Call>::apply(at::TensorList(tensors_of(call)), call));
+}
+
+}  // namespace torch_overlap::ops
