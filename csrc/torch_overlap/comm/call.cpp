@@ -68,6 +68,26 @@ Call::Tensors Call::tensors() const {
   return kept;
 }
 
+void Call::detach_tensors() {
+  const auto detach = [](at::Tensor& value) {
+    if (value.defined() && value.requires_grad()) value = value.detach();
+  };
+  detach(tensor);
+  for (RankTensors* const tensors : {&in, &out}) {
+    detach(tensors->flat);
+    for (at::Tensor& part : tensors->parts) detach(part);
+  }
+  for (P2POp& op : p2p) detach(op.tensor);
+  if (norm && (norm->residual.requires_grad() || norm->weight.requires_grad() ||
+               (norm->bias.defined() && norm->bias.requires_grad()))) {
+    auto detached = std::make_shared<RmsNorm>(*norm);
+    for (at::Tensor* const value : {&detached->residual, &detached->weight, &detached->bias}) {
+      detach(*value);
+    }
+    norm = std::move(detached);
+  }
+}
+
 void Call::bump_versions(int rank) const {
   const auto bump = [](const at::Tensor& tensor) {
     if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();

@@ -156,6 +156,10 @@ struct Call {
   // Increments the version counters of the tensors that the call writes on `rank`, as every
   // in-place operation does, so that autograd detects if one of them was saved for a backward.
   TORCH_OVERLAP_API void bump_versions(int rank) const;
+  // Replaces tensors that are part of an autograd graph by aliases that are not. An operation keeps
+  // its memory until it is done, but must not keep the graph: a later capture would find nodes of
+  // another stream in it.
+  TORCH_OVERLAP_API void detach_tensors();
   // Returns the name that errors use for this call, with its number on the communicator:
   // "all_reduce #12 on 'tp'".
   TORCH_OVERLAP_API std::string describe() const;

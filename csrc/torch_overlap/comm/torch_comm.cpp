@@ -204,6 +204,7 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
 WorkPtr TorchComm::launch(const Membership& members, Call call) {
   call.sequence = members.context.record->next_sequence_number(call.primitive);
   call.bump_versions(members.context.rank);
+  call.detach_tensors();
   FlightRecorder& recorder = FlightRecorder::of_process();
   if (!recorder.is_enabled() && hooks_->record.empty()) {
     return launch_checked(members, std::move(call));

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +86,37 @@ def run_all_dropped(comm: TorchComm) -> None:
 @pytest.mark.parametrize("which", ["gloo", "local"])
 def test_a_factor_and_the_work_may_be_dropped(which: str) -> None:
     run_ranks(run_all_dropped, 2, backend=which)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def run_without_graph(comm: TorchComm) -> None:
+    meeting = comm.split([0, 1])
+    assert meeting is not None
+    if comm.get_rank() == 1:
+        meeting.barrier(False)
+        received = torch.empty(8)
+        comm.recv(received, 0, False)
+        assert (received == 4).all()
+    else:
+        y = Square.apply(torch.full((8,), 2.0, requires_grad=True))
+        graph = weakref.ref(y.grad_fn)
+        work = comm.send(y, 1, True)
+        del y
+        assert graph() is None
+        assert not work.is_completed()
+        meeting.barrier(False)
+        work.wait()
+    meeting.finalize()
+
+
+def test_a_pending_operation_keeps_no_graph() -> None:
+    run_ranks(run_without_graph, 2, backend="local")
