@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import torch_overlap as to
 from torch_overlap._timing import Stopwatch, interleave, ratio_of, slowest_rank, spread_of
-from torch_overlap.bench.result import write_result
+from torch_overlap.tools.bench.result import write_result
 
 MIB = 1 << 20
 

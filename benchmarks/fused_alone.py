@@ -42,8 +42,8 @@ from own_gemm import BASELINE, OWN, check, products_of, sampler_of, shapes_of
 
 from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
 from torch_overlap._timing import Samples, interleave, ratio_of, spread_of
-from torch_overlap.bench.result import result, write
 from torch_overlap.gemm import GemmArgs, gemm, set_gemm_tuning
+from torch_overlap.tools.bench.result import result, write
 
 MAX_RANKS = 8  # maximum of a fused kernel
 OUT_BYTES = 2  # bytes of an output element

@@ -24,8 +24,8 @@ import torch
 
 from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
 from torch_overlap._timing import host_sampler, interleave, ratio_of, spread_of
-from torch_overlap.bench.result import write_result
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, gemm_statistics, set_gemm_tuning
+from torch_overlap.tools.bench.result import write_result
 
 CALLS = 100
 SIZE = 256

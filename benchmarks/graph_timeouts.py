@@ -16,7 +16,7 @@ import torch
 
 import torch_overlap as to
 from torch_overlap._timing import Stopwatch, in_graph, interleave, ratio_of, slowest_rank, spread_of
-from torch_overlap.bench.result import write_result
+from torch_overlap.tools.bench.result import write_result
 
 CALLS = 20
 

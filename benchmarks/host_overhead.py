@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 import torch_overlap as to
 from torch_overlap._timing import host_sampler, interleave, ratio_of, slowest_rank, spread_of
-from torch_overlap.bench.libraries import torch_symmetric
-from torch_overlap.bench.result import write_result
+from torch_overlap.tools.bench.libraries import torch_symmetric
+from torch_overlap.tools.bench.result import write_result
 
 CALLS = 100
 

@@ -5,10 +5,10 @@
 A ParallelTransformerBlock with sequence parallelism in bf16, with its gradients of norms summed at the end. ours: by
 algorithms of the operators; nccl: sequential, with no kernel of ours in the collectives; torch fused: the same as nccl
 with the products of torch's async tensor parallelism, "joined" with one weight for all products of a gather
-(torch_overlap/bench/async_tp.py). All of them take turns in a round, in CUDA graphs; a sample is that of the slowest
-rank. "predicted": the planner's, with the cost model of H200s. The result and gradients of every variant are compared
-with those of nccl before anything is timed; failures of other libraries are listed with the reason. Without a GPU it
-only checks, on gloo with --tiny, that it runs.
+(torch_overlap/tools/bench/async_tp.py). All of them take turns in a round, in CUDA graphs; a sample is that of the
+slowest rank. "predicted": the planner's, with the cost model of H200s. The result and gradients of every variant are
+compared with those of nccl before anything is timed; failures of other libraries are listed with the reason. Without a
+GPU it only checks, on gloo with --tiny, that it runs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch import Tensor
 
 import torch_overlap as to
 from torch_overlap._timing import Samples, in_graph, interleave, ratio_of, slowest_rank, spread_of
-from torch_overlap.bench import result
-from torch_overlap.bench.async_tp import Products, use_async_tp
-from torch_overlap.bench.ranks import ENVIRONMENT, Ranks
 from torch_overlap.mesh import Mesh
 from torch_overlap.mesh.models import PRESETS, Transformer
 from torch_overlap.mesh.transformer import predict_layer
+from torch_overlap.tools.bench import result
+from torch_overlap.tools.bench.async_tp import Products, use_async_tp
+from torch_overlap.tools.bench.ranks import ENVIRONMENT, Ranks
 
 LEAD_CYCLES = 1_000_000
 ALGORITHMS = "auto,p2p,sequential"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import torch_overlap as to
-from torch_overlap.bench.result import result, text
+from torch_overlap.tools.bench.result import result, text
 
 SIZES = [1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26]  # bytes
 ROUNDS, REPEATS = 15, 10

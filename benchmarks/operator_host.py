@@ -25,9 +25,9 @@ import torch
 import torch_overlap as to
 from torch_overlap import gemm as products
 from torch_overlap._timing import Stopwatch, host_sampler, in_graph, interleave, slowest_rank, spread_of
-from torch_overlap.bench.result import write_result
 from torch_overlap.ops._arguments import group
 from torch_overlap.quantize import ScalingMode
+from torch_overlap.tools.bench.result import write_result
 
 CALLS = 50
 ROWS, FEATURES = 64, 1024  # per rank

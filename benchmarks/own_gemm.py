@@ -27,10 +27,10 @@ from cutlass_kernels import SETTINGS, CutlassKernels, Setting
 
 from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
 from torch_overlap._timing import Samples, Stopwatch, in_graph, interleave, ratio_of, spread_of
-from torch_overlap.bench.cases import GATHERS, SCATTERS, Case
-from torch_overlap.bench.ranks import LEAD_CYCLES
-from torch_overlap.bench.result import result, write
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, set_gemm_tuning
+from torch_overlap.tools.bench.cases import GATHERS, SCATTERS, Case
+from torch_overlap.tools.bench.ranks import LEAD_CYCLES
+from torch_overlap.tools.bench.result import result, write
 
 BASELINE = "cublaslt"
 CUTLASS = "cutlass:"

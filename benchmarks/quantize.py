@@ -21,9 +21,9 @@ from torch import Tensor
 
 from torch_overlap import ops
 from torch_overlap._timing import Stopwatch, in_graph, interleave, ratio_of, spread_of
-from torch_overlap.bench.ranks import LEAD_CYCLES
-from torch_overlap.bench.result import result, write
 from torch_overlap.ops.gemm import ScalingMode
+from torch_overlap.tools.bench.ranks import LEAD_CYCLES
+from torch_overlap.tools.bench.result import result, write
 
 SHAPES = [(8192, 4096), (2048, 4096), (128, 8192)]
 L2 = 64 << 20

@@ -35,9 +35,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_overlap as to
 from torch_overlap._timing import Samples, interleave, spread_of
-from torch_overlap.bench.result import result, write
 from torch_overlap.mesh import MeshComms, OpRule, P, Sharded, connect, from_local, propagate, recipe_of, shard
 from torch_overlap.mesh.dispatch import look_up
+from torch_overlap.tools.bench.result import result, write
 
 RANKS = 8
 ROWS, WIDTH = 16, 64  # a local tensor's size

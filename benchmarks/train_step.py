@@ -29,11 +29,11 @@ from gpt.training import EAGER_STEPS, Trainer
 
 import torch_overlap as to
 from torch_overlap._timing import interleave, slowest_rank, spread_of
-from torch_overlap.bench import result
-from torch_overlap.bench.ranks import ENVIRONMENT, Ranks
 from torch_overlap.mesh import Mesh
 from torch_overlap.mesh.models import PRESETS, Transformer
 from torch_overlap.mesh.transformer import predict
+from torch_overlap.tools.bench import result
+from torch_overlap.tools.bench.ranks import ENVIRONMENT, Ranks
 
 LEAD_CYCLES = 1_000_000
 BATCH = 16  # sequences, as in train_gpt.py

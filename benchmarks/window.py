@@ -19,7 +19,7 @@ import torch
 
 import torch_overlap as to
 from torch_overlap._timing import Stopwatch, in_graph, interleave, ratio_of, slowest_rank, spread_of
-from torch_overlap.bench.result import write_result
+from torch_overlap.tools.bench.result import write_result
 
 KIB = 1 << 10
 SIZES = [KIB * 4**i for i in range(10)]  # 1 KiB .. 256 MiB

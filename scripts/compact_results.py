@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch_overlap.bench import result
+from torch_overlap.tools.bench import result
 
 
 def keeps(row: dict[str, Any], wanted: dict[str, list[str]]) -> bool:

@@ -6,7 +6,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from unittest import mock
 
-from torch_overlap.__main__ import main
+from torch_overlap.tools.cli import main
 
 
 def run_here(*words: str) -> "subprocess.CompletedProcess[str]":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, Store
 
-from torch_overlap.hooks import PostHookArgs, PreHookArgs
+from torch_overlap.compat.hooks import PostHookArgs, PreHookArgs
 from torch_overlap.mesh._core import AxisRef, CostModel, Layout, Mesh, Plan
 
 class Error(RuntimeError): ...

@@ -18,44 +18,19 @@ load_library()
 from torch_overlap import _c10d, ops  # noqa: E402
 from torch_overlap._build_info import VERSION as __version__  # noqa: E402
 from torch_overlap._C import (  # noqa: E402
-    AllGatherOptions,
-    AllGatherSingleOptions,
-    AllReduceOptions,
-    AllToAllOptions,
-    AllToAllSingleOptions,
-    AllToAllvSingleOptions,
     BackendOptions,
-    BarrierOptions,
-    BatchP2POptions,
     BatchSendRecv,
-    BroadcastOptions,
     CommOptions,
-    CommOverlapAlgo,
-    CommOverlapBase,
-    CommOverlapConfig,
-    CommOverlapCore,
-    CommOverlapMethod,
-    CommOverlapP2PBase,
-    CommOverlapType,
     Error,
-    GatherOptions,
-    GatherSingleOptions,
     InvalidTypeError,
     InvalidValueError,
     OperationTimeoutError,
     OpName,
-    OverlapGroup,
     P2POp,
     P2POpType,
-    RecvOptions,
     RedOpType,
     ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ReduceScatterSingleOptions,
     RemovableHandle,
-    ScatterOptions,
-    SendOptions,
     StateError,
     TorchComm,
     TorchCommWinAccessType,
@@ -78,15 +53,6 @@ from torch_overlap.comm import (  # noqa: E402
     is_backend_built,
     new_comm,
     register_backend,
-)
-from torch_overlap.overlap import (  # noqa: E402
-    CommOverlapEntry,
-    CommOverlapHelper,
-    comm_overlap_buffer,
-    comm_overlap_buffers,
-    create_comm_overlap_buffer,
-    destroy_all_comm_overlap_buffers,
-    destroy_comm_overlap_buffer,
 )
 from torch_overlap.symmetric import get_mem_allocator, symmetric_empty  # noqa: E402
 
@@ -147,6 +113,7 @@ __all__ = [
     "comm_names",
     "comm_overlap_buffer",
     "comm_overlap_buffers",
+    "compat",
     "create_comm_overlap_buffer",
     "destroy_all_comm_overlap_buffers",
     "destroy_comm_overlap_buffer",
@@ -166,26 +133,62 @@ __all__ = [
     "ops",
     "register_backend",
     "symmetric_empty",
-    "tune",
+    "tools",
     "window_names",
 ]
 
 if TYPE_CHECKING:
-    from torch_overlap import device_mesh, flight_recorder, hooks, mesh, nn, objcol, tune
+    from torch_overlap import compat, device_mesh, flight_recorder, hooks, mesh, nn, objcol, tools
+    from torch_overlap.compat import (
+        AllGatherOptions,
+        AllGatherSingleOptions,
+        AllReduceOptions,
+        AllToAllOptions,
+        AllToAllSingleOptions,
+        AllToAllvSingleOptions,
+        BarrierOptions,
+        BatchP2POptions,
+        BroadcastOptions,
+        CommOverlapAlgo,
+        CommOverlapBase,
+        CommOverlapConfig,
+        CommOverlapCore,
+        CommOverlapEntry,
+        CommOverlapHelper,
+        CommOverlapMethod,
+        CommOverlapP2PBase,
+        CommOverlapType,
+        GatherOptions,
+        GatherSingleOptions,
+        OverlapGroup,
+        RecvOptions,
+        ReduceOptions,
+        ReduceScatterOptions,
+        ReduceScatterSingleOptions,
+        ScatterOptions,
+        SendOptions,
+        comm_overlap_buffer,
+        comm_overlap_buffers,
+        create_comm_overlap_buffer,
+        destroy_all_comm_overlap_buffers,
+        destroy_comm_overlap_buffer,
+    )
 
-# These modules are loaded on first access, so that `import torch_overlap` loads only the communicator and the
-# operators.
-_LAZY = frozenset({"device_mesh", "flight_recorder", "hooks", "mesh", "nn", "objcol", "tune"})
+# These modules and the names of torch_overlap.compat are loaded on first access, so that `import torch_overlap` loads
+# only the communicator and the operators.
+_LAZY = frozenset({"compat", "device_mesh", "flight_recorder", "hooks", "mesh", "nn", "objcol", "tools"})
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"torch_overlap.{name}")
+    if name in __all__:
+        return globals().setdefault(name, getattr(importlib.import_module("torch_overlap.compat"), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *__all__})
 
 
 _c10d.register()

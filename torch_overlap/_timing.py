@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-import torch_overlap as to
+from torch_overlap._C import ReduceOp, TorchComm
 
 Samples = dict[str, list[float]]
 MAX_LEAD_FACTOR = 32
@@ -151,9 +151,9 @@ def interleave(samplers: Mapping[str, Callable[[], float]], rounds: int, warmup:
     return samples
 
 
-def slowest_rank(samples: Samples, comm: to.TorchComm) -> Samples:
+def slowest_rank(samples: Samples, comm: TorchComm) -> Samples:
     """Returns the maximum over ranks of each sample. Collective."""
     names = sorted(samples)
     table = torch.tensor([samples[name] for name in names], dtype=torch.float64, device=comm.get_device())
-    comm.all_reduce(table, to.ReduceOp.MAX, async_op=False)
+    comm.all_reduce(table, ReduceOp.MAX, async_op=False)
     return {name: row.tolist() for name, row in zip(names, table.cpu(), strict=True)}

@@ -1,4 +1,4 @@
-"""Measured algorithms for "auto": the shipped table, and this machine's cache. See torch_overlap.tune."""
+"""Measured algorithms for "auto": the shipped table and this machine's cache. See torch_overlap.tools.tune."""
 
 from __future__ import annotations
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-import torch_overlap as to
-
 
 def modules() -> list[str]:
+    """Returns the public modules of the package, of torch_overlap.compat and of torch_overlap.tools."""
     names = ["torch_overlap"]
-    for found in pkgutil.iter_modules(to.__path__, "torch_overlap."):
-        if not found.name.rpartition(".")[2].startswith(("_", "lib")):
-            names.append(found.name)
+    for package in ("torch_overlap", "torch_overlap.compat", "torch_overlap.tools"):
+        for found in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+            if not found.name.rpartition(".")[2].startswith(("_", "lib")):
+                names.append(found.name)
     return names
 
 
@@ -66,8 +66,9 @@ def test_every_module_says_which_names_are_public(module: str) -> None:
 
 
 def test_the_documented_modules_are_walked() -> None:
-    documented = ("comm", "device_mesh", "flight_recorder", "gemm", "hooks", "info", "mesh", "nn", "objcol", "ops",
-                  "overlap", "quantize", "symmetric", "testing", "tune")  # fmt: skip
+    documented = ("comm", "compat", "compat.comm_overlap", "compat.hooks", "compat.options", "device_mesh",
+                  "flight_recorder", "gemm", "hooks", "mesh", "nn", "objcol", "ops", "quantize", "symmetric", "testing",
+                  "tools.cli", "tools.info", "tools.plan", "tools.tune")  # fmt: skip
     assert {f"torch_overlap.{name}" for name in documented} <= set(public_modules())
 
 

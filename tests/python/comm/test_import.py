@@ -20,7 +20,7 @@ ODD = {
     "TORCHCOMM_FR_DUMP_SIGNAL": "SIGKILL",
     "TORCHCOMM_ABORT_ON_ERROR": "0",
 }
-LAZY = ("bench", "device_mesh", "flight_recorder", "hooks", "mesh", "nn", "objcol", "tune")
+LAZY = ("compat", "device_mesh", "flight_recorder", "hooks", "mesh", "nn", "objcol", "tools")
 
 IMPORTS = f"""
 import signal, sys
@@ -65,7 +65,7 @@ def test_import_loads_little_and_changes_nothing() -> None:
 
 def test_lazy_modules_are_attributes() -> None:
     code = "import torch_overlap as to\n" + "\n".join(
-        f"assert to.{name} is __import__('torch_overlap.{name}', fromlist=['x'])" for name in LAZY if name != "bench"
+        f"assert to.{name} is __import__('torch_overlap.{name}', fromlist=['x'])" for name in LAZY
     )
     code += "\nfrom torch_overlap import nn, mesh\nassert {'nn', 'mesh', 'ops'} <= set(dir(to))\n"
     done = run(code)

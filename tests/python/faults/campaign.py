@@ -287,7 +287,7 @@ def main() -> int:
     bad = [row["what"] for row in rows if row["error"]]
     print(f"{len(rows)} cases in {time.monotonic() - begin:.0f} s, {len(bad)} failed {bad or ''}", flush=True)
     if args.json:
-        from torch_overlap.bench.result import result, text
+        from torch_overlap.tools.bench.result import result, text
 
         command = f"python tests/python/faults/campaign.py --backend {args.backend} --ranks {args.ranks}"
         command += f" --faults {args.faults} --parallel {args.parallel}"

@@ -13,7 +13,7 @@ from test_low_latency import differ, replay_two_at_once
 from timeout_cases import expired, run_until_an_error
 
 import torch_overlap as to
-from torch_overlap import _C, ops, tune
+from torch_overlap import _C, _tuning, ops
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -542,4 +542,4 @@ def test_what_nobody_measured(comm, seed, rows, k, algorithm):
             assert found.algorithm == (algorithm or other), found
             close(got, want[op], k * size)
     finally:
-        tune.load()
+        _tuning.load()

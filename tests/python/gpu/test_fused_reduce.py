@@ -21,7 +21,7 @@ from test_low_latency import (
 )
 
 import torch_overlap as to
-from torch_overlap import _C, ops, tune
+from torch_overlap import _C, _tuning, ops
 from torch_overlap.quantize import ScalingMode as Mode
 
 pytestmark = [
@@ -211,7 +211,7 @@ def test_what_was_measured_of_few_rows_says_nothing_of_more(comm):
         assert to.explain("matmul_all_reduce", x, w, comm).decided_by == "rule"
     finally:
         _C._set_tuning("table", {})
-        tune.load()
+        _tuning.load()
 
 
 def test_explain(comm):

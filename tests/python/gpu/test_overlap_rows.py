@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from overlap_gpu_cases import AG, RING, SMALL, Gather, Scatter, agree, capture, counting, eager, hundred_replays, late
 
 import torch_overlap as to
-from torch_overlap import ops
+from torch_overlap import _tuning, ops
 from torch_overlap.quantize import ScalingMode as Mode
+from torch_overlap.tools import tune
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -193,7 +194,7 @@ def test_a_capture_takes_what_the_eager_call_did_not(make_comm):
     one = {"op": "all_gather_matmul", "shape": [512 * size, 96 * size, 64], "dtype": "bfloat16", "tp": size,
            "device": torch.cuda.get_device_name()}  # fmt: skip
     modes = {"eager": "sequential", "graph": "p2p"}
-    to._C._set_tuning("table", {to.tune._key({**one, "mode": mode}): name for mode, name in modes.items()})
+    to._C._set_tuning("table", {_tuning.key({**one, "mode": mode}): name for mode, name in modes.items()})
     try:
         (wanted,), _ = to.ops.all_gather_matmul(x, [weight], comm)
         assert to.explain("all_gather_matmul", x, [weight], comm).algorithm == "sequential"
@@ -205,13 +206,13 @@ def test_a_capture_takes_what_the_eager_call_did_not(make_comm):
         graph.replay()
         torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
     finally:
-        to.tune.load()
+        _tuning.load()
     graph.reset()
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_measure(comm, mode):
-    found = to.tune.measure(comm, "matmul_reduce_scatter", (1024, 512, 1024 * comm.get_size()), mode=mode, rounds=3)
+    found = tune.measure(comm, "matmul_reduce_scatter", (1024, 512, 1024 * comm.get_size()), mode=mode, rounds=3)
     assert found["mode"] == mode
     assert {"sequential", "pipelined", "p2p"} <= set(found["us"])
     assert all(us > 0 for us in found["us"].values())

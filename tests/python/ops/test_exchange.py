@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks
 
-from torch_overlap import _C, InvalidTypeError, explain, ops, tune
+from torch_overlap import _C, InvalidTypeError, _tuning, explain, ops
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -234,7 +234,7 @@ def measured_rank(comm):
         assert not [name for name, *_ in events if name.startswith("chunk_wait")]  # the communicator makes these waits
         torch.testing.assert_close(got, want)
     finally:
-        tune.load()
+        _tuning.load()
 
 
 def test_what_is_measured_goes_over_channels():

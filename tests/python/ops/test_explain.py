@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import torch_overlap as to
-from torch_overlap import _C, ops, tune
+from torch_overlap import _C, _tuning, ops
 from torch_overlap.testing import run_ranks
 
 E4M3 = torch.float8_e4m3fn
@@ -92,7 +92,7 @@ def unreached_rank(comm):
         check_close(part(getattr(ops, op)(*args, **options)), want)
         _C._set_tuning("table", {})
     del pretence
-    tune.load()
+    _tuning.load()
 
 
 def test_ranks_that_do_not_reach_each_other():

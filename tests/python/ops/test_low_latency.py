@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fused_cases import Data, check
 
 import torch_overlap as to
-from torch_overlap import _C, ops, tune
+from torch_overlap import _C, _tuning, ops
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -136,7 +136,7 @@ def measured_rank(comm):
         assert "sum without the norm" in explained.why
     finally:
         _C._set_tuning("table", {})
-        tune.load()
+        _tuning.load()
 
 
 def test_auto_takes_it_where_it_was_measured():

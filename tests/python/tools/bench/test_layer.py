@@ -1,0 +1,79 @@
+"""benchmarks/layer.py runs without a GPU, and its result names what it measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed._symmetric_memory as symmetric
+
+from torch_overlap.tools.bench.libraries import NO_CUDA
+
+LAYER = Path(__file__).parents[4] / "benchmarks" / "layer.py"
+# torch's fused operators on the CPU, by its references for fake tensors; their products times {factor}.
+WITH_FUSED = """
+import runpy
+import torch
+import torch.distributed._symmetric_memory as symmetric
+
+def gather_matmul(x, weights, dim, group, *, return_A=True):
+    gathered, products = symmetric._fused_all_gather_matmul_fallback(x, weights, dim, group, return_A=return_A)
+    return gathered, [{factor} * y for y in products]
+
+library = torch.library.Library("symm_mem", "IMPL")
+library.impl("fused_all_gather_matmul", gather_matmul, "CPU")
+library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+runpy.run_path({layer!r}, run_name="__main__")
+"""
+
+
+def run(program: Path, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program),
+               "--tiny", "--rounds", "2", "--out", str(out), *arguments]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = out.glob("layer-cpu-tp2-*.json")
+    return json.loads(path.read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_two_ranks_without_a_gpu(tmp_path: Path) -> None:
+    found, told = run(LAYER, tmp_path)
+    expected = {(model, way) for model in ("llama3-8b", "llama3-70b") for way in ("auto", "p2p", "sequential")}
+    assert {(row["name"], row["algorithm"]) for row in found["rows"]} == expected
+    for row in found["rows"]:
+        assert set(row["peers"]) == {"nccl"}
+        assert min(row["us"], row["peers"]["nccl"], row["over_nccl"]) > 0
+        assert "predicted_us" not in row  # it would be out of date as soon as the planner changes
+    why = {"torch fused": NO_CUDA, "torch fused joined": NO_CUDA}
+    assert found["missing"] == {"llama3-8b": why, "llama3-70b": why}
+    assert f"not run: torch fused: {NO_CUDA}" in told
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(symmetric, "_fused_all_gather_matmul_fallback"), reason="this torch has no such reference"
+)
+@pytest.mark.parametrize("factor", [1, 2])
+def test_async_tp_takes_turns_unless_it_is_wrong(tmp_path: Path, factor: int) -> None:
+    program = tmp_path / "layer.py"
+    program.write_text(WITH_FUSED.format(factor=factor, layer=str(LAYER)))
+    found, told = run(program, tmp_path, "--models", "llama3-8b", "--algorithms", "p2p")
+    (row,) = found["rows"]
+    names = ("torch fused", "torch fused joined")
+    if factor == 1:
+        assert found["missing"] == {"llama3-8b": {}}
+        assert set(row["peers"]) == {"nccl", *names}
+        assert min(row[f"over_{name}"] for name in names) > 0
+        assert " x torch fused joined" in told
+    else:
+        assert set(row["peers"]) == {"nccl"}
+        for name in names:
+            assert f"expected {name} within" in found["missing"]["llama3-8b"][name]

@@ -1,0 +1,110 @@
+"""Plots of results: bars against peers, lines over sizes, and timelines."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_overlap.tools.bench.tables import TITLES, Group, peers_of
+
+OURS = "#2b6cb0"
+PEERS = ("#d9822b", "#a0aec0", "#718096", "#2f855a", "#805ad5", "#b7791f")
+LANES = {"product": OURS, "communication": "#d9822b", "other": "#a0aec0"}
+DPI = 80
+
+
+def can_plot() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(rows, 1, figsize=(width, height), layout="constrained", squeeze=False)
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # No date and no version: the same numbers give the same file.
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    plt.close(figure)
+
+
+def bars(groups: Sequence[Group], title: str, path: Path) -> None:
+    """Plots the time over that of the product without communication: ours and the peers of each case, the floor as a
+    line across its bars."""
+    peers = peers_of(groups)
+    figure, axes = _figure(max(7.0, 1.5 * len(groups)), 4)
+    plot = axes[0][0]
+    width = 0.8 / (1 + len(peers))
+    top = 0.0
+    for index, group in enumerate(groups):
+        row = group.ours(group.mode)
+        if row is None:
+            continue
+        values = [row["ratio_gemm"], *[row["peers"].get(peer, 0.0) / row["gemm_us"] for peer in peers]]
+        top = max(top, *values)
+        for turn, (value, color) in enumerate(zip(values, (OURS, *PEERS), strict=False)):
+            label = ["ours", *peers][turn] if index == 0 else None
+            plot.bar(index + (turn - len(peers) / 2) * width, value, width, color=color, label=label)
+        if "floor_us" in row:
+            floor = row["floor_us"] / row["gemm_us"]
+            plot.plot([index - 0.42, index + 0.42], [floor, floor], color="black", lw=1.5,
+                      label="floor" if index == 0 else None)  # fmt: skip
+    plot.axhline(1.0, color="#cbd5e0", lw=1, zorder=0)
+    plot.set_xticks(range(len(groups)), [group.label for group in groups])
+    plot.set(ylabel="time / product alone (from 0.8)", title=title, ylim=(0.8, 1.02 * max(top, 1.0)))
+    figure.legend(loc="outside lower center", ncols=2 + len(peers), fontsize="small")
+    _save(figure, path)
+
+
+def lines(groups: Sequence[Group], title: str, path: Path) -> None:
+    """Plots microseconds over the size of a collective."""
+    peers = peers_of(groups)
+    figure, axes = _figure(7, 4)
+    plot = axes[0][0]
+    rows = [(group.shape[0], row) for group in groups if (row := group.ours(group.mode))]
+    sizes = [size for size, _ in rows]
+    plot.plot(sizes, [row["us"] for _, row in rows], "o-", color=OURS, lw=2, label="ours")
+    for peer, color in zip(peers, PEERS, strict=False):
+        known = [(size, row["peers"][peer]) for size, row in rows if peer in row["peers"]]
+        plot.plot([size for size, _ in known], [us for _, us in known], ".-", color=color, label=peer)
+    if all("floor_us" in row for _, row in rows):
+        plot.plot(sizes, [row["floor_us"] for _, row in rows], color="black", lw=1.5, label="floor")
+    plot.set_xscale("log", base=2)
+    plot.set_yscale("log")
+    plot.set_xticks(sizes, [group.label for group in groups], fontsize="small")
+    plot.minorticks_off()
+    plot.set(ylabel="microseconds", title=title)
+    plot.grid(alpha=0.3)
+    plot.legend(fontsize="small")
+    _save(figure, path)
+
+
+def timeline(timelines: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Plots one step of each variant, with a lane for products and one for communication."""
+    figure, axes = _figure(9, 0.6 + 1.1 * len(timelines), len(timelines))
+    longest = max(span["start_us"] + span["us"] for line in timelines for span in line["spans"])
+    lanes = [lane for lane in LANES if any(s["lane"] == lane for line in timelines for s in line["spans"])]
+    for plot, line in zip((row[0] for row in axes), timelines, strict=True):
+        for index, lane in enumerate(lanes):
+            spans = [(s["start_us"], s["us"]) for s in line["spans"] if s["lane"] == lane]
+            plot.broken_barh(spans, (index + 0.1, 0.8), facecolors=LANES[lane], edgecolor="white", lw=0.3)
+        plot.set_yticks([i + 0.5 for i in range(len(lanes))], lanes, fontsize="small")
+        plot.set(xlim=(0, longest), ylim=(len(lanes), 0))
+        plot.set_title(f"{line['variant']}", loc="left", fontsize="small")
+        plot.tick_params(axis="x", labelsize="small")
+    axes[-1][0].set_xlabel("microseconds")
+    figure.suptitle(title, fontsize="medium")
+    _save(figure, path)
+
+
+def title_of(group: Group, gpu: str) -> str:
+    return f"{TITLES[group.op]}: {group.tp} {gpu}, {group.dtype}, {group.mode}"

@@ -1,0 +1,382 @@
+"""The choice of "auto": a shipped table of measured algorithms, and a cache that this machine measures.
+
+    torchrun --nproc-per-node 4 -m torch_overlap tune --shapes 8192x28672x4096
+
+measures every algorithm that can run and writes the simplest of the fastest ones to the cache, the file of
+TORCH_OVERLAP_TUNE_CACHE. A program reads it when it makes its first communicator. "auto" queries the table, then the
+cache, then both for similar sizes, then a rule. All ranks of a communicator use the cache of rank 0, and keep it.
+Nothing is measured while a program runs.
+
+The key of an entry is an operator, m, n and k of the whole layer (each to half a power of two), a dtype, a number of
+ranks, a device name, and if calls are captured in a CUDA graph or eager: for eager calls the host's launch time counts.
+An entry also has the version of the kernels that it was measured with and, in the cache, those of the libraries: an
+outdated one is ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from torch_overlap import _C, _tuning, objcol, ops
+from torch_overlap._C import InvalidValueError, TorchComm, UnsupportedError
+from torch_overlap._timing import Stopwatch, interleave, slowest_rank
+from torch_overlap._tuning import FORMAT, KERNELS, MODES, Entry, chosen, current, load, read, shipped
+from torch_overlap.comm import new_comm
+from torch_overlap.tools.bench.ranks import LEAD_CYCLES
+
+__all__ = ["KERNELS", "OPERATORS", "current", "entries_of_results", "load", "measure", "read", "shipped", "write"]
+
+Shape = tuple[int, int, int]
+
+# A forward pass has nothing to overlap for "bulk".
+_SKIPPED_ALGORITHMS = ("bulk",)
+_CACHE_BYTES = 128 << 20  # more than the L2 cache of current GPUs
+# Maximum relative slowdown of the simplest algorithm that is chosen.
+_MAX_SLOWDOWN = 0.01
+
+
+# --- Problems ---------------------------------------------------------------------------------------------------------
+
+
+def _part(op: str, what: str, value: int, size: int) -> int:
+    if value % size != 0:
+        raise InvalidValueError(f"tune: expected {what} of {op} divisible by the {size} ranks, got {value}")
+    return value // size
+
+
+def _gather(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
+    m, n, k = shape
+    size = comm.get_size()
+    x, w = _operands(comm, (_part(op, "m", m, size), k), (_part(op, "n", n, size), k), dtype)
+    if op.startswith("scaled_"):
+        (x, s), (w, t) = _quantized(x), _quantized(w)
+        return lambda a: ops.scaled_all_gather_matmul(x, s, [w], [t], comm, out_dtype=dtype, algorithm=a)
+    return lambda a: ops.all_gather_matmul(x, [w], comm, algorithm=a)
+
+
+def _reduce(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
+    m, n, k = shape
+    size = comm.get_size()
+    k = _part(op, "k", k, size)
+    x, w = _operands(comm, (m, k), (n, k), dtype)
+    if op.endswith("reduce_scatter"):
+        _part(op, "m", m, size)
+    call = getattr(ops, op)
+    if op.startswith("scaled_"):
+        (x, s), (w, t) = _quantized(x), _quantized(w)
+        return lambda a: call(x, s, w, t, comm, out_dtype=dtype, algorithm=a)
+    return lambda a: call(x, w, comm, algorithm=a)
+
+
+def _exchange(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
+    m, n, k = shape
+    size = comm.get_size()
+    rows = _part(op, "m", m, size)
+    if op == "all_to_all_matmul":
+        x, w = _operands(comm, (m, _part(op, "k", k, size)), (n, k), dtype)
+        return lambda a: ops.all_to_all_matmul(x, w, comm, algorithm=a)
+    _part(op, "n", n, size)
+    x, w = _operands(comm, (rows, k), (n, k), dtype)
+    return lambda a: ops.matmul_all_to_all(x, [w], comm, algorithm=a)
+
+
+def _operands(comm: TorchComm, x: tuple[int, int], w: tuple[int, int], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.randn(sizes, device=comm.get_device()).to(dtype) for sizes in (x, w)]
+
+
+def _quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    data, scale_inv, *_ = ops.quantize(x)
+    return data, scale_inv
+
+
+OPERATORS: dict[str, Callable[[str, TorchComm, Shape, torch.dtype], Callable[[str], object]]] = {
+    "all_gather_matmul": _gather,
+    "matmul_reduce_scatter": _reduce,
+    "matmul_all_reduce": _reduce,
+    "scaled_all_gather_matmul": _gather,
+    "scaled_matmul_reduce_scatter": _reduce,
+    "scaled_matmul_all_reduce": _reduce,
+    "all_to_all_matmul": _exchange,
+    "matmul_all_to_all": _exchange,
+}
+
+
+# --- Entries ----------------------------------------------------------------------------------------------------------
+
+
+# Maximum rows of the fused all-reduce kernel, and the maximum with which it leaves SMs to others. The operator ignores
+# an entry if it leaves none.
+_FUSED_MAX_ROWS, _SHARED_SMS_MAX_ROWS = 256, 128
+
+
+def _fastest(op: str, rows: int, mode: str, times: Mapping[str, float]) -> str:
+    """Returns the simplest algorithm within _MAX_SLOWDOWN of the fastest of `times`.
+
+    The fused all-reduce kernel may occupy all SMs of a GPU while it waits for those of other ranks. An eager call is
+    not ordered before other streams' waiting kernels, so the kernel is not chosen if it does.
+    """
+    can_occupy_all_sms = (
+        mode == "eager" and op.endswith("matmul_all_reduce") and _SHARED_SMS_MAX_ROWS < rows <= _FUSED_MAX_ROWS
+    )
+    names = [name for name in _C._algorithms() if name in times and not (can_occupy_all_sms and name == "fused")]
+    min_us = min(times[name] for name in names)
+    return next(name for name in names if times[name] * (1 - _MAX_SLOWDOWN) <= min_us)
+
+
+def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
+    """Adds entries to a file, replacing older ones with the same key and library. The file is replaced atomically, and
+    a lock makes each of several writing processes see the others' entries."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _exclusive_lock(path.parent):
+        kept = {(_tuning.key(e), e.get("library")): e for e in (read(path) if path.exists() else [])}
+        kept |= {(_tuning.key(e), e.get("library")): e for e in entries}
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(_text(list(kept.values())))
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+
+def _text(entries: Sequence[Entry]) -> str:
+    """Returns the text of a file, one entry per line. Fields common to all are written once, and measured times are
+    omitted."""
+    common = {
+        key: entries[0][key]
+        for key in ("device", "library")
+        if len({entry.get(key) for entry in entries}) == 1 and key in entries[0]
+    }
+    lines = [
+        json.dumps({key: value for key, value in entry.items() if key not in (*common, "us")}) for entry in entries
+    ]
+    head = f'{{"format": {FORMAT}, "common": {json.dumps(common)}, "entries": ['
+    return head + "".join(f"\n {line}," for line in lines).removesuffix(",") + "\n]}\n"
+
+
+@contextlib.contextmanager
+def _exclusive_lock(folder: Path) -> Iterator[None]:
+    """Holds a lock among the processes that write entries in the folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_cache(path: str) -> None:
+    """Raises ValueError if entries could not be added to the file, before anything is measured for it."""
+    try:
+        if Path(path).exists():
+            read(path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=Path(path).parent).close()
+    except OSError as error:
+        raise ValueError(f"tune: expected a file that can be written in --cache, got {path}: {error}") from None
+
+
+# Appended to the line of a case.
+_SHIPPED_NOTE = "; the table that is shipped has it, and comes first"
+# Names of the operators in result files of `python -m torch_overlap bench`.
+_OP_OF_BENCH = {"ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce",
+            "a2a_gemm": "all_to_all_matmul", "gemm_a2a": "matmul_all_to_all"}  # fmt: skip
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+
+
+def entries_of_results(path: str | os.PathLike[str]) -> list[Entry]:
+    """Returns the entries of a result file of `bench`: one for each case and mode.
+
+    A case yields no entry if only some algorithms were measured, without "sequential", which runs everywhere: it is
+    then unknown if the measured ones are fast.
+    """
+    content = json.loads(Path(path).read_text())
+    library = _tuning.library(content["torch"], content.get("kernels", 1))
+    times: dict[tuple[str, Shape, str, int, str], dict[str, float]] = {}
+    for row in content["rows"]:
+        if row["op"] not in _OP_OF_BENCH or row["dtype"] not in _DTYPES or row["algorithm"] not in _C._algorithms():
+            continue
+        op = ("scaled_" if row["dtype"] == "fp8" else "") + _OP_OF_BENCH[row["op"]]
+        case = (op, tuple(row["shape"]), _DTYPES[row["dtype"]], row["tp"], row["mode"])
+        times.setdefault(case, {})[row["algorithm"]] = round(row["us"], 1)
+    return [
+        {"op": op, "shape": list(shape), "dtype": dtype, "tp": tp, "mode": mode, "device": content["gpu"],
+         "library": library, "algorithm": _fastest(op, shape[0], mode, found), "us": found}
+        for (op, shape, dtype, tp, mode), found in times.items() if "sequential" in found and len(found) > 1
+    ]  # fmt: skip
+
+
+# --- Measuring --------------------------------------------------------------------------------------------------------
+
+
+def _repeated(
+    calls: Sequence[Callable[[str], object]], algorithm: str, repeats: int, mode: str
+) -> Callable[[], object]:
+    """Returns `repeats` calls, which rotate through `calls`."""
+
+    def repeated() -> None:
+        for turn in range(repeats):
+            calls[turn % len(calls)](algorithm)
+
+    if mode == "eager":
+        return repeated
+    repeated()  # allocates memory and plans of all inputs
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        repeated()
+    return graph.replay
+
+
+def _num_input_sets(shape: Shape, dtype: torch.dtype, size: int, repeats: int) -> int:
+    """Returns the number of input sets to rotate through, so that none is in the L2 cache when it is used again."""
+    m, n, k = shape
+    return min(repeats, -(-_CACHE_BYTES // max(1, (m + n) * k * dtype.itemsize // size)))
+
+
+def measure(
+    comm: TorchComm, op: str, shape: Shape, dtype: torch.dtype = torch.bfloat16, *, mode: str = "eager",
+    rounds: int = 10, repeats: int | None = None,
+) -> Entry:  # fmt: skip
+    """Measures the fastest algorithm of `op` for m, n and k of the whole layer. Collective; the same entry on all
+    ranks.
+
+    Each algorithm that can run has a turn in every round. A sample is the maximum over ranks. The smallest median wins,
+    or a simpler algorithm within 1 % of it.
+
+    Args:
+        comm: the communicator.
+        op: the operator.
+        shape: m, n and k.
+        dtype: of x, the weight and the result; for scaled operators of the result.
+        mode: "eager" calls, or those of a CUDA "graph".
+        rounds: number of samples of each algorithm.
+        repeats: calls per sample, on rotating inputs. Default: 3; on CUDA 10, and 30 for eager calls, so that the host
+            time of the first call, during which the device is idle, has little weight.
+
+    Raises:
+        InvalidValueError: the operator cannot be measured, or sizes do not divide by the number of ranks.
+    """
+    if op not in OPERATORS:
+        raise InvalidValueError(f"tune: expected op to be one of {', '.join(OPERATORS)}, got {op!r}")
+    if mode not in MODES or (mode == "graph" and comm.get_device().type != "cuda"):
+        raise InvalidValueError(f"tune: expected mode to be eager, or graph on CUDA, got {mode!r}")
+    if repeats is None:
+        repeats = (30 if mode == "eager" else 10) if comm.get_device().type == "cuda" else 3
+    sets = _num_input_sets(shape, dtype, comm.get_size(), repeats)
+    calls = [OPERATORS[op](op, comm, shape, dtype) for _ in range(sets)]
+    names: list[str] = []
+    for name in _C._algorithms():
+        # An algorithm that cannot run is refused on all ranks alike, before anything is sent. If the first one cannot
+        # run, none can.
+        with contextlib.suppress(*(() if not names else (UnsupportedError, InvalidValueError))):
+            if name not in _SKIPPED_ALGORITHMS:
+                calls[0](name)
+                names.append(name)
+    # A graph is launched while the ranks are still waiting for each other.
+    watch = Stopwatch(comm.get_device(), partial(comm.barrier, False), LEAD_CYCLES if mode == "graph" else 0)
+    samplers = {name: watch.sampler(_repeated(calls, name, repeats, mode), repeats) for name in names}
+    samples = slowest_rank(interleave(samplers, rounds, warmup=1), comm)
+    times = {name: statistics.median(samples[name]) for name in names}
+    found = [
+        {
+            "op": op,
+            "shape": list(shape),
+            "dtype": str(dtype).removeprefix("torch."),
+            "tp": comm.get_size(),
+            "mode": mode,
+            "device": _device_name(comm),
+            "library": _tuning.library(),
+            "algorithm": _fastest(op, shape[0], mode, times),
+            "us": {name: round(value, 1) for name, value in times.items()},
+        }
+    ]
+    objcol.broadcast_object_list(comm, found, 0)
+    return found[0]
+
+
+def _device_name(comm: TorchComm) -> str:
+    device = comm.get_device()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def _shape(text: str) -> Shape:
+    sizes = [int(size) for size in text.split("x")]
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"expected MxNxK, got {text!r}")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", type=_shape, nargs="+", default=[], metavar="MxNxK",
+                        help="[m, k] x [k, n] of whole layers: all ranks' tokens and features")  # fmt: skip
+    parser.add_argument("--results", nargs="+", default=[], metavar="FILE",
+                        help="take what result files of `bench` say instead of measuring")  # fmt: skip
+    parser.add_argument("--ops", nargs="+", choices=list(OPERATORS), metavar="OP",
+                        default=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"],
+                        help=f"of {', '.join(OPERATORS)}; default: the first three")  # fmt: skip
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=10, help="of which the median counts (10)")
+    parser.add_argument("--cache", help="the file to add to; default: TORCH_OVERLAP_TUNE_CACHE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints and writes; returns the exit status.
+
+    Raises:
+        ValueError: there is nothing to measure, or no file to write.
+    """
+    cache = args.cache or _C._env.tune_cache()
+    if not cache:
+        raise ValueError("tune: expected a file in --cache or TORCH_OVERLAP_TUNE_CACHE, got none")
+    if bool(args.shapes) == bool(args.results):
+        got = "both" if args.shapes else "none"
+        raise ValueError(f"tune: expected --shapes to measure, or --results to read, got {got}")
+    _check_cache(cache)
+    if args.results:
+        write(cache, itertools.chain.from_iterable(map(entries_of_results, args.results)))
+        return 0
+    is_cuda = torch.cuda.is_available()
+    comm = new_comm("nccl" if is_cuda else "gloo", torch.device("cuda" if is_cuda else "cpu"), name="tune")
+    try:
+        _measure_all(comm, args, cache)
+    finally:
+        comm.finalize()
+    return 0
+
+
+def _measure_all(comm: TorchComm, args: argparse.Namespace, cache: str) -> None:
+    if comm.get_size() < 2:
+        raise ValueError("tune: expected two or more ranks, got one; start it with torchrun --nproc-per-node N")
+    entries: list[Entry] = []
+    in_table = chosen(shipped())
+    modes = MODES if comm.get_device().type == "cuda" else MODES[:1]
+    for op, shape, mode in itertools.product(args.ops, args.shapes, modes):
+        entries.append(measure(comm, op, shape, getattr(torch, args.dtype), mode=mode, rounds=args.rounds))
+        if comm.get_rank() == 0:
+            print(_line(entries[-1]) + (_SHIPPED_NOTE if _tuning.key(entries[-1]) in in_table else ""), flush=True)
+    if comm.get_rank() == 0:
+        write(cache, entries)
+
+
+def _line(entry: Entry) -> str:
+    times: Sequence[tuple[str, float]] = sorted(entry["us"].items(), key=lambda item: item[1])
+    shape = "x".join(map(str, entry["shape"]))
+    return f"{entry['op']} {shape} {entry['mode']}: " + ", ".join(f"{n} {us} us" for n, us in times)
