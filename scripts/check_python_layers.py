@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
 """Checks the imports of the Python package: which package may import which, no circles, no private names of another
-package, no import after the code of a module. See CONTRIBUTING.md."""
+package, no import after the code of a module. See CONTRIBUTING.md.
+
+`importlib.import_module` counts as an import, except in the `__getattr__` of a module: a name that is loaded on first
+access may be of any package."""
 
 from __future__ import annotations
 
@@ -12,18 +15,19 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent / "torch_overlap"
 
-# package -> packages that it may import, besides itself. Modules of torch_overlap/ itself are "core", but for TOOLS.
+# package -> packages that it may import, besides itself. Modules of torch_overlap/ itself are "core", except PATHS.
 ARROWS = {
     "core": "_methods ops",
     "_methods": "core",
     "ops": "core",
     "nn": "core ops",
-    "mesh": "core ops nn",
-    "bench": "core ops nn mesh",
     "testing": "core ops",
-    "tools": "core ops nn mesh bench",
+    "mesh": "core ops nn",
+    "compat": "core ops nn mesh",
+    "tools": "core ops nn testing mesh compat",
 }
-TOOLS = {"__main__", "tune"}
+# module of torch_overlap/ that is only a path to another package -> the package
+PATHS = {"__main__": "tools", "hooks": "compat"}
 
 
 class Import(NamedTuple):
@@ -63,20 +67,33 @@ def imports(path: Path, known: dict[str, Path], top: str) -> Iterator[Import]:
                     else:
                         yield Import(child.module, alias.name, child.lineno, is_late, seen_code)
             elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield from visit(child, True, False)
+                if not (child.name == "__getattr__" and isinstance(node, ast.Module)):
+                    yield from visit(child, True, False)
                 seen_code |= isinstance(node, ast.Module)
             else:
+                if (module := named_by_call(child)).split(".")[0] == top:
+                    yield Import(module, "", child.lineno, is_late, seen_code)
                 yield from visit(child, is_late, seen_code)
                 seen_code |= isinstance(node, ast.Module) and isinstance(child, ast.ClassDef)
 
     yield from visit(ast.parse(path.read_text()), False, False)
 
 
+def named_by_call(node: ast.AST) -> str:
+    """Returns the module that a call of import_module names, as far as its text is constant; empty for another node."""
+    if not (isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module")):
+        return ""
+    name = node.args[0]
+    if isinstance(name, ast.JoinedStr):
+        name = name.values[0]
+    return name.value.rstrip(".") if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
+
+
 def package_of(module: str, root: Path) -> str:
     parts = module.split(".")
     if len(parts) > 1 and (root / parts[1]).is_dir():
         return parts[1]
-    return "tools" if len(parts) > 1 and parts[1] in TOOLS else "core"
+    return PATHS.get(parts[1], "core") if len(parts) > 1 else "core"
 
 
 def circles(edges: dict[str, set[str]]) -> Iterator[list[str]]:
