@@ -74,6 +74,31 @@ def test_lazy_modules_are_attributes() -> None:
         to.nothing  # noqa: B018
 
 
+LAYERS = """
+import sys
+import torch_overlap, torch_overlap.mesh, torch_overlap.nn
+
+def loaded(package):
+    return [name for name in sys.modules if name.split(".")[:2] == ["torch_overlap", package]]
+
+assert loaded("mesh") and not loaded("compat") and not loaded("tools") and not loaded("hooks")
+from torch_overlap.mesh.communication import AllReduceOp
+from torch_overlap import CommOverlapBase, SendOptions, hooks
+from torch_overlap.compat import comm_overlap, communication, options
+from torch_overlap.compat.hooks import AllReducePreHookArgs
+assert AllReduceOp is communication.AllReduceOp and hooks.AllReducePreHookArgs is AllReducePreHookArgs
+assert CommOverlapBase is comm_overlap.CommOverlapBase and SendOptions is options.SendOptions
+assert not loaded("tools")
+"""
+
+
+def test_mesh_and_nn_load_neither_compat_nor_tools() -> None:
+    done = run(LAYERS)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AttributeError, match="no attribute 'NoOp'"):
+        to.mesh.communication.NoOp  # noqa: B018
+
+
 GIVEN = """
 import os, threading, torch, torch.distributed as dist, torch_overlap as to
 store = dist.HashStore()

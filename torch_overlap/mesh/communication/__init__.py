@@ -1,36 +1,25 @@
 """Communication as functions of Sharded values. One file has each function's shape, layout, gradient, cost and
-execution."""
+execution.
 
-from torch_overlap.mesh.communication.all_gather import (
-    AllGatherOp,
-    GatherAllAxesOp,
-    all_gather,
-    gather_all_axes,
-)
-from torch_overlap.mesh.communication.all_reduce import AllReduceOp, PMeanOp, all_reduce, pmean
-from torch_overlap.mesh.communication.all_to_all import AllToAllOp, all_to_all
-from torch_overlap.mesh.communication.axis_index import AxisIndexOp, axis_index
-from torch_overlap.mesh.communication.base import CollectiveOperation
-from torch_overlap.mesh.communication.broadcast import BroadcastOp, broadcast
-from torch_overlap.mesh.communication.p_permute import PPermuteOp, ppermute
-from torch_overlap.mesh.communication.reduce_scatter import ReduceScatterOp, reduce_scatter
-from torch_overlap.mesh.communication.reshard import AssumePartialOp, ReshardOp, assume_partial, reshard
-from torch_overlap.mesh.communication.shard import ShardOp, shard
+The operation classes, which are loaded on first access, are those of torch_overlap.compat.communication.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch_overlap.mesh.communication.all_gather import all_gather, gather_all_axes
+from torch_overlap.mesh.communication.all_reduce import all_reduce, pmean
+from torch_overlap.mesh.communication.all_to_all import all_to_all
+from torch_overlap.mesh.communication.axis_index import axis_index
+from torch_overlap.mesh.communication.broadcast import broadcast
+from torch_overlap.mesh.communication.p_permute import ppermute
+from torch_overlap.mesh.communication.reduce_scatter import reduce_scatter
+from torch_overlap.mesh.communication.reshard import assume_partial, reshard
+from torch_overlap.mesh.communication.shard import shard
 
 __all__ = [
-    "AllGatherOp",
-    "AllReduceOp",
-    "AllToAllOp",
-    "AssumePartialOp",
-    "AxisIndexOp",
-    "BroadcastOp",
-    "CollectiveOperation",
-    "GatherAllAxesOp",
-    "PMeanOp",
-    "PPermuteOp",
-    "ReduceScatterOp",
-    "ReshardOp",
-    "ShardOp",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -44,3 +33,11 @@ __all__ = [
     "reshard",
     "shard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CollectiveOperation" or name.endswith("Op"):
+        operations = importlib.import_module("torch_overlap.compat.communication")
+        if name in operations.__all__:
+            return getattr(operations, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

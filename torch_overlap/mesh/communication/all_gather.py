@@ -6,34 +6,23 @@ part of its own gradient; nothing is sent. Cost: (N-1)/N of the gathered tensor.
 
 from __future__ import annotations
 
-from torch_overlap.mesh.communication.base import LayoutOperation, Move, settled, wrap_dim
+from torch_overlap.mesh.communication.base import Move, run_move, settled, wrap_dim
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.value_spec import Spec, with_invariant_rest
 
-__all__ = ["AllGatherOp", "GatherAllAxesOp", "all_gather", "gather_all_axes"]
+__all__ = ["all_gather", "gather_all_axes"]
 
 
-class AllGatherOp(LayoutOperation):
-    """Gathers one dimension; see all_gather."""
-
-    name = "all_gather"
-
-    def move(self, spec: Spec, axis: int) -> Move:
-        dim = wrap_dim(self.name, spec, axis, "axis")
-        return Move(spec.layout, settled(spec.layout, list(spec.layout.dims[dim])), tuple(spec.shape))
+def all_gather_move(spec: Spec, axis: int) -> Move:
+    """Returns the definition of all_gather for an operand of this Spec."""
+    dim = wrap_dim("all_gather", spec, axis, "axis")
+    return Move(spec.layout, settled(spec.layout, list(spec.layout.dims[dim])), tuple(spec.shape))
 
 
-class GatherAllAxesOp(LayoutOperation):
-    """Gathers and reduces everything; see gather_all_axes."""
-
-    name = "gather_all_axes"
-
-    def move(self, spec: Spec) -> Move:
-        whole = spec.layout.with_partial(None).with_dims([None] * len(spec.shape))
-        return Move(spec.layout, with_invariant_rest(whole), tuple(spec.shape))
-
-
-_all_gather, _gather_all_axes = AllGatherOp(), GatherAllAxesOp()
+def gather_all_axes_move(spec: Spec) -> Move:
+    """Returns the definition of gather_all_axes for an operand of this Spec."""
+    whole = spec.layout.with_partial(None).with_dims([None] * len(spec.shape))
+    return Move(spec.layout, with_invariant_rest(whole), tuple(spec.shape))
 
 
 def all_gather(x: Sharded, axis: int) -> Sharded:
@@ -41,9 +30,9 @@ def all_gather(x: Sharded, axis: int) -> Sharded:
 
     Other dimensions stay sharded, and partial values stay partial. Negative dimensions count from the end.
     """
-    return _all_gather(x, axis)
+    return run_move("all_gather", all_gather_move, x, axis)
 
 
 def gather_all_axes(x: Sharded) -> Sharded:
     """Returns `x` whole on every rank: partial axes are reduced, sharded ones gathered. Invariant along every axis."""
-    return _gather_all_axes(x)
+    return run_move("gather_all_axes", gather_all_axes_move, x)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import (
     Axes,
-    LayoutOperation,
     Move,
     axis_names,
     reduction,
+    run_move,
     settled,
     terms,
     the_only_axis,
@@ -22,42 +22,31 @@ from torch_overlap.mesh.communication.base import (
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.value_spec import Spec
 
-__all__ = ["AllReduceOp", "PMeanOp", "all_reduce", "pmean"]
+__all__ = ["all_reduce", "pmean"]
 
 
-class AllReduceOp(LayoutOperation):
-    """Reduces over `reduce_axes`; see all_reduce."""
-
-    name = "all_reduce"
-
-    def move(self, spec: Spec, reduce_op: str | None = None, reduce_axes: Axes = None) -> Move:
-        if reduce_axes is not None:
-            axes = axis_names(self.name, spec.mesh.mesh, reduce_axes)
-        else:
-            axes = list(spec.layout.partial) or the_only_axis(self.name, spec, "reduce_axes")
-            if reduce_op is None and spec.layout.partial:  # each axis by its own partial kind
-                return Move(spec.layout, settled(spec.layout, axes), tuple(spec.shape))
-        source, _, shape = terms(self.name, spec, axes, reduction(self.name, spec.layout, axes, reduce_op))
-        return Move(source, settled(source, axes), shape)
+def all_reduce_move(spec: Spec, reduce_op: str | None = None, reduce_axes: Axes = None) -> Move:
+    """Returns the definition of all_reduce for an operand of this Spec."""
+    if reduce_axes is not None:
+        axes = axis_names("all_reduce", spec.mesh.mesh, reduce_axes)
+    else:
+        axes = list(spec.layout.partial) or the_only_axis("all_reduce", spec, "reduce_axes")
+        if reduce_op is None and spec.layout.partial:  # each axis by its own partial kind
+            return Move(spec.layout, settled(spec.layout, axes), tuple(spec.shape))
+    source, _, shape = terms("all_reduce", spec, axes, reduction("all_reduce", spec.layout, axes, reduce_op))
+    return Move(source, settled(source, axes), shape)
 
 
-class PMeanOp(LayoutOperation):
-    """Averages over an axis; see pmean."""
-
-    name = "pmean"
-
-    def move(self, spec: Spec, axis_name: Axes = None) -> Move:
-        pending = [name for name, kind in spec.layout.partial.items() if kind not in ("sum", "avg")]
-        if pending:
-            raise InvalidValueError(f"pmean: expected a value that is not partial over {pending}, got {spec.text}")
-        axes = axis_names(self.name, spec.mesh.mesh, axis_name) or the_only_axis(self.name, spec, "axis_name")
-        layout = spec.layout.with_partial({n: k for n, k in spec.layout.partial.items() if n not in axes})
-        plain = Spec(spec.mesh, layout, spec.shape, spec.dtype)
-        source, _, shape = terms(self.name, plain, axes, "avg")
-        return Move(source, settled(source, axes), shape)
-
-
-_all_reduce, _pmean = AllReduceOp(), PMeanOp()
+def pmean_move(spec: Spec, axis_name: Axes = None) -> Move:
+    """Returns the definition of pmean for an operand of this Spec."""
+    pending = [name for name, kind in spec.layout.partial.items() if kind not in ("sum", "avg")]
+    if pending:
+        raise InvalidValueError(f"pmean: expected a value that is not partial over {pending}, got {spec.text}")
+    axes = axis_names("pmean", spec.mesh.mesh, axis_name) or the_only_axis("pmean", spec, "axis_name")
+    layout = spec.layout.with_partial({n: k for n, k in spec.layout.partial.items() if n not in axes})
+    plain = Spec(spec.mesh, layout, spec.shape, spec.dtype)
+    source, _, shape = terms("pmean", plain, axes, "avg")
+    return Move(source, settled(source, axes), shape)
 
 
 def all_reduce(x: Sharded, reduce_op: str | None = None, reduce_axes: Axes = None) -> Sharded:
@@ -78,7 +67,7 @@ def all_reduce(x: Sharded, reduce_op: str | None = None, reduce_axes: Axes = Non
     Raises:
         InvalidValueError: an unknown reduction or axis, or parts of different sizes.
     """
-    return _all_reduce(x, reduce_op, reduce_axes)
+    return run_move("all_reduce", all_reduce_move, x, reduce_op, reduce_axes)
 
 
 def pmean(x: Sharded, axis_name: Axes = None) -> Sharded:
@@ -87,4 +76,4 @@ def pmean(x: Sharded, axis_name: Axes = None) -> Sharded:
     The mean of a value that is the same along the axis is that value. Gradient: each rank's tensor gets 1/N of the
     result's.
     """
-    return _pmean(x, axis_name)
+    return run_move("pmean", pmean_move, x, axis_name)

@@ -7,33 +7,26 @@ Gradient: the reverse exchange. Cost: (N-1)/N of a rank's tensor.
 from __future__ import annotations
 
 from torch_overlap._C import InvalidValueError
-from torch_overlap.mesh.communication.base import LayoutOperation, Move, check_divisible, wrap_dim
+from torch_overlap.mesh.communication.base import Move, check_divisible, run_move, wrap_dim
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.tracing import as_trace_constant
 from torch_overlap.mesh.value_spec import Spec, ranks_of
 
-__all__ = ["AllToAllOp", "all_to_all"]
+__all__ = ["all_to_all"]
 
 
-class AllToAllOp(LayoutOperation):
-    """Moves a sharding; see all_to_all."""
-
-    name = "all_to_all"
-
-    def move(self, spec: Spec, split_axis: int, concat_axis: int) -> Move:
-        split = wrap_dim(self.name, spec, split_axis, "split_axis")
-        concat = wrap_dim(self.name, spec, concat_axis, "concat_axis")
-        if split == concat:
-            raise InvalidValueError(f"{self.name}: expected two dimensions, got split_axis and concat_axis {split}")
-        layout = spec.layout
-        dims = [list(d) for d in layout.dims]
-        dims[split] += dims[concat]
-        dims[concat] = []
-        check_divisible(self.name, layout.mesh, spec.shape, split, dims[split])
-        return Move(layout, layout.with_dims(dims), tuple(spec.shape))
-
-
-_all_to_all = AllToAllOp()
+def all_to_all_move(spec: Spec, split_axis: int, concat_axis: int) -> Move:
+    """Returns the definition of all_to_all for an operand of this Spec."""
+    split = wrap_dim("all_to_all", spec, split_axis, "split_axis")
+    concat = wrap_dim("all_to_all", spec, concat_axis, "concat_axis")
+    if split == concat:
+        raise InvalidValueError(f"all_to_all: expected two dimensions, got split_axis and concat_axis {split}")
+    layout = spec.layout
+    dims = [list(d) for d in layout.dims]
+    dims[split] += dims[concat]
+    dims[concat] = []
+    check_divisible("all_to_all", layout.mesh, spec.shape, split, dims[split])
+    return Move(layout, layout.with_dims(dims), tuple(spec.shape))
 
 
 def all_to_all(x: Sharded, split_axis: int, concat_axis: int, tiled: bool = True) -> Sharded:
@@ -45,7 +38,7 @@ def all_to_all(x: Sharded, split_axis: int, concat_axis: int, tiled: bool = True
     Raises:
         InvalidValueError: `split_axis` is not divisible by the number of parts.
     """
-    y = _all_to_all(x, split_axis, concat_axis)
+    y = run_move("all_to_all", all_to_all_move, x, split_axis, concat_axis)
     if tiled:
         return y
     dim, parts, size = as_trace_constant(_stacked, x.spec, concat_axis)

@@ -9,28 +9,12 @@ import torch
 
 from torch_overlap._C import MeshComms
 from torch_overlap.mesh._core import Layout
-from torch_overlap.mesh.communication.base import CollectiveOperation, axis_names
+from torch_overlap.mesh.communication.base import axis_names
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.tracing import as_trace_constant
 from torch_overlap.mesh.value_spec import Spec, spec_of, with_invariant_rest
 
-__all__ = ["AxisIndexOp", "axis_index"]
-
-
-class AxisIndexOp(CollectiveOperation):
-    """Coordinates as data; see axis_index."""
-
-    name = "axis_index"
-
-    def __call__(self, mesh: MeshComms, axis_name: str) -> Sharded:
-        place, spec = as_trace_constant(_place, mesh, axis_name)
-        return Sharded(torch.full((1,), place, dtype=torch.int32, device=spec.device), spec)
-
-    def estimate_cost(self, *_: object, **__: object) -> float:
-        return 0.0
-
-    def communication_cost(self, *_: object, **__: object) -> float:
-        return 0.0
+__all__ = ["axis_index"]
 
 
 def _place(mesh: MeshComms, axis_name: str) -> tuple[int, Spec]:
@@ -39,12 +23,10 @@ def _place(mesh: MeshComms, axis_name: str) -> tuple[int, Spec]:
     return mesh.coordinate(axis), spec_of(mesh, layout, (mesh.mesh.axis(axis).size,), torch.int32)
 
 
-_axis_index = AxisIndexOp()
-
-
 def axis_index(mesh: MeshComms, axis_name: str) -> Sharded:
     """Returns an int32 Sharded [size of the axis] of which each rank has one element, its coordinate along the axis.
 
     `mesh.coordinate(axis)` is the same number as an int on the host.
     """
-    return _axis_index(mesh, axis_name)
+    place, spec = as_trace_constant(_place, mesh, axis_name)
+    return Sharded(torch.full((1,), place, dtype=torch.int32, device=spec.device), spec)

@@ -1,28 +1,26 @@
-"""Base classes and helpers of the communication operations."""
+"""Common parts of the communication functions."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError
-from torch_overlap.mesh._core import CostModel, Layout, Mesh, Plan, plan_reshard, wire_bytes
+from torch_overlap.mesh._core import Layout, Mesh
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.tracing import as_trace_constant
 from torch_overlap.mesh.value_spec import Spec, ranks_of, spec_of
 
 __all__ = [
     "Axes",
-    "CollectiveOperation",
-    "LayoutOperation",
-    "LocalOperation",
     "Move",
     "axis_names",
     "check_divisible",
     "in_mesh_order",
     "reduction",
+    "run_move",
     "settled",
+    "sharded_spec",
     "terms",
     "the_only_axis",
     "wrap_dim",
@@ -43,91 +41,34 @@ class Move(NamedTuple):
     shape: tuple[int, ...]
 
 
-class CollectiveOperation(ABC):
-    """A communication operation on sharded values, with its cost."""
-
-    name = "collective"
-
-    @abstractmethod
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Sharded:
-        """Runs the operation."""
-
-    @abstractmethod
-    def estimate_cost(self, x: Any, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> float:
-        """Returns the seconds with these arguments, by the given cost model or else the mesh's."""
-
-    @abstractmethod
-    def communication_cost(self, x: Any, *args: Any, **kwargs: Any) -> float:
-        """Returns the bytes that a rank sends with these arguments: 2(N-1)/N of its tensor for all_reduce, (N-1)/N of
-        the larger of input and output for all_gather, reduce_scatter and all_to_all."""
-
-    def _spec(self, x: Any) -> Spec:
-        if not isinstance(x, Sharded):
-            raise InvalidTypeError(
-                f"{self.name}: expected a Sharded, got {type(x).__name__}; shard(x, mesh, spec) makes one"
-            )
-        return x.spec
+def sharded_spec(op: str, x: Any) -> Spec:
+    """Returns the Spec of a Sharded. Raises InvalidTypeError for anything else."""
+    if not isinstance(x, Sharded):
+        raise InvalidTypeError(f"{op}: expected a Sharded, got {type(x).__name__}; shard(x, mesh, spec) makes one")
+    return x.spec
 
 
-class LayoutOperation(CollectiveOperation):
-    """An operation defined by a rule for shape and layout, from which cost, gradient and execution follow.
+def run_move(op: str, move: Callable[..., Move], x: Sharded, *args: Any, **kwargs: Any) -> Sharded:
+    """Runs the operation that `move(spec, *args, **kwargs)` defines on `x`.
 
     The gradient is that of the plan's steps, by the state of each axis (R, I, S, P): a value that becomes invariant has
     a gradient that is whole on every rank.
     """
-
-    @abstractmethod
-    def move(self, spec: Spec, *args: Any, **kwargs: Any) -> Move:
-        """Returns the definition of the operation for an operand of this Spec."""
-
-    def __call__(self, x: Sharded, *args: Any, **kwargs: Any) -> Sharded:
-        before, taken, target = as_trace_constant(_ends, type(self), self._spec(x), args, kwargs)
-        return (x if taken is None else Sharded(x._to(before).local, taken))._to(target)
-
-    def plan(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> Plan:
-        """Returns the steps of the operation for this operand."""
-        spec = self._spec(x)
-        source, target, shape = self.move(spec, *args, **kwargs)
-        return plan_reshard(source, target, shape, spec.dtype.itemsize, cost or spec.mesh.cost)
-
-    def estimate_cost(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> float:
-        return self.plan(x, *args, cost=cost, **kwargs).seconds
-
-    def communication_cost(self, x: Sharded, *args: Any, **kwargs: Any) -> float:
-        return self.plan(x, *args, **kwargs).wire_bytes
+    before, taken, target = as_trace_constant(_ends, move, sharded_spec(op, x), args, kwargs)
+    return (x if taken is None else Sharded(x._to(before).local, taken))._to(target)
 
 
-def _ends(kind: type[LayoutOperation], spec: Spec, args: Any, kwargs: Any) -> tuple[Spec, Spec | None, Spec]:
+def _ends(move: Callable[..., Move], spec: Spec, args: Any, kwargs: Any) -> tuple[Spec, Spec | None, Spec]:
     """Returns three Specs: the one that the operand is brought to first, the one that it is then reinterpreted as (None
     if unchanged), and that of the result.
 
     If N copies become N terms, the gradient is the sum of the terms': that of a replicated value.
     """
-    source, target, shape = kind().move(spec, *args, **kwargs)
+    source, target, shape = move(spec, *args, **kwargs)
     whole = spec.layout.with_invariant([n for n in spec.layout.invariant if n not in source.partial])
     taken = None if source == spec.layout else spec_of(spec.mesh, source, shape, spec.dtype)
     before = spec_of(spec.mesh, whole, spec.shape, spec.dtype)
     return before, taken, spec_of(spec.mesh, target, shape, spec.dtype)
-
-
-class LocalOperation(CollectiveOperation):
-    """An operation on the local tensors as they are, independent of their meaning: one collective over some axes."""
-
-    collective = ""  # a name of CostModel.collective
-
-    @abstractmethod
-    def group(self, spec: Spec, *args: Any, **kwargs: Any) -> list[str]:
-        """Checks the arguments and returns the axes."""
-
-    def estimate_cost(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> float:
-        spec = self._spec(x)
-        links = spec.mesh.mesh.links(self.group(spec, *args, **kwargs))
-        return (cost or spec.mesh.cost).collective(self.collective, links, x.local.numel() * x.element_size())
-
-    def communication_cost(self, x: Sharded, *args: Any, **kwargs: Any) -> float:
-        spec = self._spec(x)
-        ranks = len(spec.mesh.mesh.group(spec.mesh.rank, self.group(spec, *args, **kwargs)))
-        return wire_bytes(self.collective, ranks, x.local.numel() * x.element_size())
 
 
 KINDS = {"sum": "sum", "avg": "avg", "mean": "avg", "max": "max", "min": "min", "prod": "product", "product": "product"}

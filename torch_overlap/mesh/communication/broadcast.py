@@ -9,40 +9,27 @@ from __future__ import annotations
 import torch
 
 from torch_overlap._C import InvalidValueError
-from torch_overlap.mesh.communication.base import Axes, LocalOperation, axis_names, in_mesh_order
+from torch_overlap.mesh.communication.base import Axes, axis_names, in_mesh_order, sharded_spec
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.tracing import as_trace_constant
 from torch_overlap.mesh.value_spec import Spec, spec_of, used_axes
 
-__all__ = ["BroadcastOp", "broadcast"]
+__all__ = ["broadcast"]
 
 
-class BroadcastOp(LocalOperation):
-    """Copies one rank's tensor to all; see broadcast."""
-
-    name = collective = "broadcast"
-
-    def __call__(self, x: Sharded, root: int = 0, axes: Axes = None) -> Sharded:
-        spec = self._spec(x)
-        how = as_trace_constant(_group, spec, root, axes)
-        if how is None:
-            return x
-        comm, replicated, target = how
-        local = torch.ops.torch_overlap.broadcast(x._to(replicated).local, root, comm)
-        return Sharded(local, replicated)._to(target)
-
-    def group(self, spec: Spec, root: int = 0, axes: Axes = None) -> list[str]:
-        mesh, differ = spec.mesh.mesh, used_axes(spec.layout)
-        names = axis_names(self.name, mesh, axes) or [n for n in mesh.axes if n not in differ]
-        if differ & set(names):
-            raise InvalidValueError(
-                f"broadcast: expected axes along which local tensors are copies, got {sorted(differ & set(names))} of "
-                f"{spec.text}"
-            )
-        count = len(mesh.group(spec.mesh.rank, names))
-        if not 0 <= root < count:
-            raise InvalidValueError(f"broadcast: expected a root below {count}, the ranks along {names}, got {root}")
-        return in_mesh_order(mesh, names)
+def broadcast_axes(spec: Spec, root: int = 0, axes: Axes = None) -> list[str]:
+    """Checks the arguments of broadcast and returns the names of the axes, in mesh order."""
+    mesh, differ = spec.mesh.mesh, used_axes(spec.layout)
+    names = axis_names("broadcast", mesh, axes) or [n for n in mesh.axes if n not in differ]
+    if differ & set(names):
+        raise InvalidValueError(
+            f"broadcast: expected axes along which local tensors are copies, got {sorted(differ & set(names))} of "
+            f"{spec.text}"
+        )
+    count = len(mesh.group(spec.mesh.rank, names))
+    if not 0 <= root < count:
+        raise InvalidValueError(f"broadcast: expected a root below {count}, the ranks along {names}, got {root}")
+    return in_mesh_order(mesh, names)
 
 
 def _group(spec: Spec, root: int, axes: Axes) -> tuple[str, Spec, Spec] | None:
@@ -52,7 +39,7 @@ def _group(spec: Spec, root: int, axes: Axes) -> tuple[str, Spec, Spec] | None:
     invariant result are each the whole gradient, so one rank's counts; an invariant operand gets that of the root on
     every rank.
     """
-    names = BroadcastOp().group(spec, root, axes)
+    names = broadcast_axes(spec, root, axes)
     comm = spec.mesh.group_comm(names)
     if comm is None:
         return None
@@ -62,13 +49,15 @@ def _group(spec: Spec, root: int, axes: Axes) -> tuple[str, Spec, Spec] | None:
     return comm.get_name(), spec_of(spec.mesh, plain, *known), spec_of(spec.mesh, whole, *known)
 
 
-_broadcast = BroadcastOp()
-
-
 def broadcast(x: Sharded, root: int = 0, axes: Axes = None) -> Sharded:
     """Copies the local tensor of the rank at position `root` along `axes` to all of them.
 
     Use it for values that should be equal along `axes` but are not yet, such as initial weights. Default for `axes`:
     all along which `x` is whole. Along other axes each group has its own root.
     """
-    return _broadcast(x, root, axes)
+    how = as_trace_constant(_group, sharded_spec("broadcast", x), root, axes)
+    if how is None:
+        return x
+    comm, replicated, target = how
+    local = torch.ops.torch_overlap.broadcast(x._to(replicated).local, root, comm)
+    return Sharded(local, replicated)._to(target)

@@ -10,59 +10,42 @@ from collections.abc import Iterable
 import torch
 
 from torch_overlap._C import InvalidValueError
-from torch_overlap.mesh.communication.base import Axes, LocalOperation, axis_names, in_mesh_order
+from torch_overlap.mesh.communication.base import Axes, axis_names, in_mesh_order, sharded_spec
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.tracing import as_trace_constant
 from torch_overlap.mesh.value_spec import Spec, used_axes
 
-__all__ = ["PPermuteOp", "ppermute"]
+__all__ = ["ppermute"]
 
 
-class PPermuteOp(LocalOperation):
-    """Permutes local tensors; see ppermute."""
-
-    name, collective = "ppermute", "permute"
-
-    def __call__(self, x: Sharded, permutation: Iterable[tuple[int, int]], axes: Axes = None) -> Sharded:
-        spec = self._spec(x)
-        pairs = list(permutation)
-        comm = as_trace_constant(_group, spec, pairs, axes)
-        if comm is None:
-            return x
-        local = torch.ops.torch_overlap.permute(x.local, [i for pair in pairs for i in pair], comm)
-        return Sharded(local, spec)
-
-    def group(self, spec: Spec, permutation: Iterable[tuple[int, int]], axes: Axes = None) -> list[str]:
-        mesh = spec.mesh.mesh
-        names = in_mesh_order(mesh, axis_names("ppermute", mesh, axes) or mesh.axes)
-        ranks, pairs = mesh.group(spec.mesh.rank, names), list(permutation)
-        for what, used in (("source", [a for a, _ in pairs]), ("target", [b for _, b in pairs])):
-            if len(set(used)) != len(used) or any(not 0 <= i < len(ranks) for i in used):
-                raise InvalidValueError(
-                    f"ppermute: expected each place below {len(ranks)}, along {names}, at most once as a {what}, got "
-                    f"{pairs}"
-                )
-        differ = used_axes(spec.layout)
-        whole = [n for n in names if n not in differ and mesh.axes[n] > 1]
-        if whole and len(pairs) != len(ranks):
+def ppermute_axes(spec: Spec, permutation: Iterable[tuple[int, int]], axes: Axes = None) -> list[str]:
+    """Checks the arguments of ppermute and returns the names of the axes, in mesh order."""
+    mesh = spec.mesh.mesh
+    names = in_mesh_order(mesh, axis_names("ppermute", mesh, axes) or mesh.axes)
+    ranks, pairs = mesh.group(spec.mesh.rank, names), list(permutation)
+    for what, used in (("source", [a for a, _ in pairs]), ("target", [b for _, b in pairs])):
+        if len(set(used)) != len(used) or any(not 0 <= i < len(ranks) for i in used):
             raise InvalidValueError(
-                f"ppermute: expected a source for each of the {len(ranks)} places, as {spec.text} is the same along "
-                f"{whole}, got {pairs}; name the axes that move, or assume_partial it"
+                f"ppermute: expected each place below {len(ranks)}, along {names}, at most once as a {what}, got "
+                f"{pairs}"
             )
-        if len({spec.layout.local_shape(spec.shape, rank) for rank in ranks}) > 1:
-            raise InvalidValueError(
-                f"ppermute: expected local tensors of one shape along {names}, got "
-                f"{tuple(spec.shape)} under {spec.text}"
-            )
-        return names
+    differ = used_axes(spec.layout)
+    whole = [n for n in names if n not in differ and mesh.axes[n] > 1]
+    if whole and len(pairs) != len(ranks):
+        raise InvalidValueError(
+            f"ppermute: expected a source for each of the {len(ranks)} places, as {spec.text} is the same along "
+            f"{whole}, got {pairs}; name the axes that move, or assume_partial it"
+        )
+    if len({spec.layout.local_shape(spec.shape, rank) for rank in ranks}) > 1:
+        raise InvalidValueError(
+            f"ppermute: expected local tensors of one shape along {names}, got {tuple(spec.shape)} under {spec.text}"
+        )
+    return names
 
 
 def _group(spec: Spec, pairs: list[tuple[int, int]], axes: Axes) -> str | None:
-    comm = spec.mesh.group_comm(PPermuteOp().group(spec, pairs, axes))
+    comm = spec.mesh.group_comm(ppermute_axes(spec, pairs, axes))
     return None if comm is None else comm.get_name()
-
-
-_ppermute = PPermuteOp()
 
 
 def ppermute(x: Sharded, permutation: Iterable[tuple[int, int]], axes: Axes = None) -> Sharded:
@@ -75,4 +58,10 @@ def ppermute(x: Sharded, permutation: Iterable[tuple[int, int]], axes: Axes = No
     Raises:
         InvalidValueError: a position twice as a source or a target, or out of range; local tensors of different shapes.
     """
-    return _ppermute(x, permutation, axes)
+    spec = sharded_spec("ppermute", x)
+    pairs = list(permutation)
+    comm = as_trace_constant(_group, spec, pairs, axes)
+    if comm is None:
+        return x
+    local = torch.ops.torch_overlap.permute(x.local, [i for pair in pairs for i in pair], comm)
+    return Sharded(local, spec)

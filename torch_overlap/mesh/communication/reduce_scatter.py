@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch_overlap.mesh.communication.base import (
     Axes,
-    LayoutOperation,
     Move,
     axis_names,
     check_divisible,
     reduction,
+    run_move,
     terms,
     the_only_axis,
     wrap_dim,
@@ -20,28 +20,21 @@ from torch_overlap.mesh.communication.base import (
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.value_spec import Spec
 
-__all__ = ["ReduceScatterOp", "reduce_scatter"]
+__all__ = ["reduce_scatter"]
 
 
-class ReduceScatterOp(LayoutOperation):
-    """Reduces and scatters; see reduce_scatter."""
-
-    name = "reduce_scatter"
-
-    def move(self, spec: Spec, axis: int, axes: Axes = None, reduce_op: str | None = None) -> Move:
-        dim = wrap_dim(self.name, spec, axis, "axis")
-        layout = spec.layout
-        names = axis_names(self.name, spec.mesh.mesh, axes)
-        names = names or list(layout.partial) or list(layout.dims[dim]) or the_only_axis(self.name, spec, "axes")
-        source, _, shape = terms(self.name, spec, names, reduction(self.name, layout, names, reduce_op))
-        check_divisible(self.name, source.mesh, shape, dim, [*source.dims[dim], *names])
-        dims = [list(d) for d in source.dims]
-        dims[dim] += names
-        partial = {n: k for n, k in source.partial.items() if n not in names}
-        return Move(source, source.with_partial(partial).with_dims(dims), shape)
-
-
-_reduce_scatter = ReduceScatterOp()
+def reduce_scatter_move(spec: Spec, axis: int, axes: Axes = None, reduce_op: str | None = None) -> Move:
+    """Returns the definition of reduce_scatter for an operand of this Spec."""
+    dim = wrap_dim("reduce_scatter", spec, axis, "axis")
+    layout = spec.layout
+    names = axis_names("reduce_scatter", spec.mesh.mesh, axes)
+    names = names or list(layout.partial) or list(layout.dims[dim]) or the_only_axis("reduce_scatter", spec, "axes")
+    source, _, shape = terms("reduce_scatter", spec, names, reduction("reduce_scatter", layout, names, reduce_op))
+    check_divisible("reduce_scatter", source.mesh, shape, dim, [*source.dims[dim], *names])
+    dims = [list(d) for d in source.dims]
+    dims[dim] += names
+    partial = {n: k for n, k in source.partial.items() if n not in names}
+    return Move(source, source.with_partial(partial).with_dims(dims), shape)
 
 
 def reduce_scatter(x: Sharded, axis: int, axes: Axes = None, reduce_op: str | None = None) -> Sharded:
@@ -53,4 +46,4 @@ def reduce_scatter(x: Sharded, axis: int, axes: Axes = None, reduce_op: str | No
     Raises:
         InvalidValueError: the dimension is not divisible by the number of parts.
     """
-    return _reduce_scatter(x, axis, axes, reduce_op)
+    return run_move("reduce_scatter", reduce_scatter_move, x, axis, axes, reduce_op)

@@ -8,41 +8,30 @@ from __future__ import annotations
 from typing import Any
 
 from torch_overlap._C import InvalidValueError
-from torch_overlap.mesh.communication.base import Axes, LayoutOperation, Move, axis_names
+from torch_overlap.mesh.communication.base import Axes, Move, axis_names, run_move
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.value_spec import Spec, layout_of, used_axes
 
-__all__ = ["AssumePartialOp", "ReshardOp", "assume_partial", "reshard"]
+__all__ = ["assume_partial", "reshard"]
 
 
-class ReshardOp(LayoutOperation):
-    """Converts any layout to any other; see reshard."""
-
-    name = "reshard"
-
-    def move(self, spec: Spec, to: Any) -> Move:
-        return Move(spec.layout, layout_of(to, spec.mesh, len(spec.shape)), tuple(spec.shape))
+def reshard_move(spec: Spec, to: Any) -> Move:
+    """Returns the definition of reshard for an operand of this Spec."""
+    return Move(spec.layout, layout_of(to, spec.mesh, len(spec.shape)), tuple(spec.shape))
 
 
-class AssumePartialOp(LayoutOperation):
-    """Reinterprets copies as terms; see assume_partial."""
-
-    name = "assume_partial"
-
-    def move(self, spec: Spec, axes: Axes, reduce_op: str = "sum") -> Move:
-        names = axis_names(self.name, spec.mesh.mesh, axes)
-        layout = spec.layout
-        taken = sorted(used_axes(layout) & set(names))
-        if taken:
-            raise InvalidValueError(
-                f"{self.name}: expected axes along which the value is whole, got {taken} of {layout}"
-            )
-        partial = {**layout.partial, **dict.fromkeys(names, reduce_op)}
-        left = layout.with_invariant([n for n in layout.invariant if n not in names]).with_partial(partial)
-        return Move(left, left, tuple(spec.shape))
-
-
-_reshard, _assume_partial = ReshardOp(), AssumePartialOp()
+def assume_partial_move(spec: Spec, axes: Axes, reduce_op: str = "sum") -> Move:
+    """Returns the definition of assume_partial for an operand of this Spec."""
+    names = axis_names("assume_partial", spec.mesh.mesh, axes)
+    layout = spec.layout
+    taken = sorted(used_axes(layout) & set(names))
+    if taken:
+        raise InvalidValueError(
+            f"assume_partial: expected axes along which the value is whole, got {taken} of {layout}"
+        )
+    partial = {**layout.partial, **dict.fromkeys(names, reduce_op)}
+    left = layout.with_invariant([n for n in layout.invariant if n not in names]).with_partial(partial)
+    return Move(left, left, tuple(spec.shape))
 
 
 def reshard(x: Sharded, spec: Any) -> Sharded:
@@ -51,7 +40,7 @@ def reshard(x: Sharded, spec: Any) -> Sharded:
 
     Uneven parts are cut as in torch.chunk.
     """
-    return _reshard(x, spec)
+    return run_move("reshard", reshard_move, x, spec)
 
 
 def assume_partial(x: Sharded, axes: Axes, reduce_op: str = "sum") -> Sharded:
@@ -60,4 +49,4 @@ def assume_partial(x: Sharded, axes: Axes, reduce_op: str = "sum") -> Sharded:
     The value changes: a sum over N ranks is N times the previous value, and so is its gradient, since each term has the
     gradient of the sum. Nothing is sent forward; the gradients of an invariant value are summed by an all_reduce.
     """
-    return _assume_partial(x, axes, reduce_op)
+    return run_move("assume_partial", assume_partial_move, x, axes, reduce_op)

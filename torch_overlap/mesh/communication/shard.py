@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
-from torch_overlap.mesh.communication.base import LayoutOperation, Move
+from torch_overlap.mesh.communication.base import Move, run_move
 from torch_overlap.mesh.sharded import Provenance, Sharded
 from torch_overlap.mesh.tracing import as_trace_constant, is_dynamo_compiling
 from torch_overlap.mesh.value_spec import (
@@ -27,30 +27,23 @@ from torch_overlap.mesh.value_spec import (
     with_invariant_rest,
 )
 
-__all__ = ["ShardOp", "part_of", "shard"]
+__all__ = ["part_of", "shard"]
 
 
-class ShardOp(LayoutOperation):
-    """Places a tensor on a mesh; see shard."""
-
-    name = "shard"
-
-    def move(self, spec: Spec, to: Any = None, replicated_axes: Iterable[str] = (),
-             partial_sum_axes: Iterable[str] = ()) -> Move:  # fmt: skip
-        layout = layout_of(to, spec.mesh, len(spec.shape))
-        pending, whole = sorted(partial_sum_axes), set(replicated_axes)
-        if pending or whole:
-            used = {n for dim in layout.dims for n in dim} & (whole | set(pending))
-            if used or whole & set(pending):
-                raise InvalidValueError(
-                    f"shard: expected axes that are one of sharded, replicated and partial, got {layout} with "
-                    f"replicated {sorted(whole)} and partial {pending}"
-                )
-            layout = with_invariant_rest(Layout(layout.mesh, layout.dims, pending))
-        return Move(spec.layout, layout, tuple(spec.shape))
-
-
-_shard = ShardOp()
+def shard_move(spec: Spec, to: Any = None, replicated_axes: Iterable[str] = (),
+               partial_sum_axes: Iterable[str] = ()) -> Move:  # fmt: skip
+    """Returns the definition of shard for an operand of this Spec."""
+    layout = layout_of(to, spec.mesh, len(spec.shape))
+    pending, whole = sorted(partial_sum_axes), set(replicated_axes)
+    if pending or whole:
+        used = {n for dim in layout.dims for n in dim} & (whole | set(pending))
+        if used or whole & set(pending):
+            raise InvalidValueError(
+                f"shard: expected axes that are one of sharded, replicated and partial, got {layout} with "
+                f"replicated {sorted(whole)} and partial {pending}"
+            )
+        layout = with_invariant_rest(Layout(layout.mesh, layout.dims, pending))
+    return Move(spec.layout, layout, tuple(spec.shape))
 
 
 def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axes: Iterable[str] = (),
@@ -82,7 +75,7 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
     if isinstance(x, Sharded):
         if x.mesh is not mesh:
             raise InvalidValueError(f"shard: expected a Sharded on {mesh}, got one on {x.mesh}; gather it first")
-        return _shard(x, spec, replicated_axes, partial_sum_axes)
+        return run_move("shard", shard_move, x, spec, replicated_axes, partial_sum_axes)
     if not isinstance(x, Tensor):
         raise InvalidTypeError(f"shard: expected a tensor, got {type(x).__name__}")
     if isinstance(x, DTensor):
@@ -105,11 +98,11 @@ def part_of(x: Tensor, mesh: MeshComms, spec: Any = None, replicated_axes: Itera
     if x.device.type != mesh.comm.get_device().type:
         raise InvalidTypeError(f"shard: expected a tensor on {mesh.comm.get_device()}, got one on {x.device}")
     whole = Sharded(x, replicated_spec(mesh, x.shape, x.dtype))
-    out = _shard(whole, spec, replicated_axes, partial_sum_axes)
+    out = run_move("shard", shard_move, whole, spec, replicated_axes, partial_sum_axes)
     out._provenance = Provenance.CALLER
     return out
 
 
 def _ends_of_whole(shape: Any, dtype: Any, mesh: MeshComms, to: Any, *axes: Iterable[str]) -> tuple[Spec, Spec]:
     spec = replicated_spec(mesh, shape, dtype)
-    return spec, spec_of(mesh, _shard.move(spec, to, *axes).target, shape, dtype)
+    return spec, spec_of(mesh, shard_move(spec, to, *axes).target, shape, dtype)
