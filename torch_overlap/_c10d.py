@@ -22,11 +22,16 @@ BACKEND_NAME = "torch_overlap"
 
 
 def _make_group(c10d_options: Any, pg_options: Any) -> Any:
-    """Creates the backend of a new process group, one object for all its device types. Called by c10d."""
+    """Returns the backend of a new process group, one object for all its device types. Called by c10d.
+
+    `pg_options` are BackendOptions, or the finished backend, over an existing communicator (see device_mesh).
+    """
     from torch_overlap import _tuning
     from torch_overlap._C import BackendOptions, InvalidTypeError, _BackendWrapper
     from torch_overlap._methods.arguments import describe
 
+    if isinstance(pg_options, _BackendWrapper):
+        return pg_options
     if pg_options is not None and not isinstance(pg_options, BackendOptions):
         raise InvalidTypeError(
             f"init_process_group: expected a torch_overlap.BackendOptions for pg_options, got {describe(pg_options)}; "

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, _register_process_group
-from torch.distributed import distributed_c10d as c10d
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_overlap._C import InvalidValueError, TorchComm, _BackendWrapper
@@ -32,9 +31,10 @@ def init_device_mesh(
     `mesh_dim_comms[i].get_rank()`. `_global_comm` is required if there are several dimensions; it becomes
     torch.distributed's default process group, unless that exists and has the same rank and size.
 
-    The process groups use the given communicators. The group of a dimension has the dimension's name, or the
-    communicator's if another group has that name. `torch.distributed.destroy_process_group()` removes the groups and
-    finalizes the communicators. Requires one rank per process: ranks must not be threads.
+    The process groups are made by `torch.distributed.init_process_group` and `new_group`, of the backend
+    "torch_overlap", which gets the given communicators in place of making its own. The description of a dimension's
+    group is `mesh_<name>`. `torch.distributed.destroy_process_group()` removes the groups and finalizes the
+    communicators. Requires one rank per process: ranks must not be threads.
 
     Args:
         mesh_dim_comms: one communicator per dimension.
@@ -58,12 +58,12 @@ def init_device_mesh(
                 f"{world.get_rank()} of a mesh of {sizes}, got {comm.get_rank()}; give the outermost dimension first"
             )
 
+    _init_default_group(world)
     groups = []
     for dim, (name, comm) in enumerate(zip(names, comms, strict=True)):
         index: list[int | slice] = list(coordinates)
         index[dim] = slice(None)
-        groups.append(_process_group(comm, name, [int(r) for r in mesh[tuple(index)]], f"mesh_{name}"))
-    _set_default_group(world)
+        groups.append(_process_group(comm, [int(r) for r in mesh[tuple(index)]], f"mesh_{name}"))
     device_type = comms[0].get_device().type
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
@@ -98,41 +98,60 @@ def _check_arguments(comms: list[TorchComm], names: tuple[str, ...], world: Torc
         )
 
 
-def _set_default_group(world: TorchComm) -> None:
-    if not dist.is_initialized():
-        group = _process_group(world, world.get_name(), list(range(world.get_size())), "default_pg")
-        c10d._update_default_pg(group)
+def _init_default_group(world: TorchComm) -> None:
+    if dist.is_initialized():
+        return
+    wrapper = _BackendWrapper(world)
+    dist.init_process_group(
+        _backend_of(world),
+        store=wrapper._store if wrapper._store is not None else HashStore(),
+        rank=world.get_rank(),
+        world_size=world.get_size(),
+        pg_options=wrapper,
+        device_id=_gpu_of(world),
+    )
+    assert dist.group.WORLD is not None
+    _keep(dist.group.WORLD, world)
 
 
-def _process_group(comm: TorchComm, name: str, ranks: list[int], description: str) -> dist.ProcessGroup:
-    """Returns the process group over `comm`, registered as c10d registers its own. A second call returns the same one.
-
-    If another group has the name, the group gets the communicator's name, which is unique.
-    """
-    world = c10d._world
+def _process_group(comm: TorchComm, ranks: list[int], description: str) -> dist.ProcessGroup:
+    """Returns the process group over `comm`. A second call returns the same one."""
     for group, its_comm in _groups.items():
-        if its_comm is comm and group in world.pg_map:
+        if its_comm is comm and _is_registered(group):
             return group
-    group_name = c10d.GroupName(comm.get_name() if name in world.pg_names.values() else name)
-    backend = _BackendWrapper(comm)
-    store = backend._store if backend._store is not None else HashStore()
-    device = comm.get_device()
-    group = dist.ProcessGroup(store, comm.get_rank(), comm.get_size())
-    if device.type != "cpu":
-        group.bound_device_id = device
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    group._register_backend(torch.device(device.type), dist.ProcessGroup.BackendType.CUSTOM, backend)
-    group._set_group_name(group_name)
-    group._set_group_desc(description)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks,
+        backend=_backend_of(comm),
+        pg_options=_BackendWrapper(comm),
+        use_local_synchronization=True,  # the other ranks make the groups of other rows
+        group_desc=description,
+        device_id=_gpu_of(comm),
+    )
+    _keep(made, comm)
+    return made
 
-    world.pg_map[group] = (dist.Backend(BACKEND_NAME), store)
-    world.pg_names[group] = group_name
-    world.pg_group_ranks[group] = {global_rank: rank for rank, global_rank in enumerate(ranks)}
-    world.pg_backend_config[group] = f"{device.type}:{BACKEND_NAME}"
-    tag = f"ptd:{group_name}"
-    world.pg_to_tag[group] = tag
-    for key in ("", tag):
-        world.tags_to_pg.setdefault(key, []).append(group)
-    _register_process_group(group_name, group)
+
+def _keep(group: dist.ProcessGroup, comm: TorchComm) -> None:
+    # c10d leaves the type of the default backend undefined if a device is named, and warns of it at destruction.
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     _groups[group] = comm
-    return group
+
+
+def _backend_of(comm: TorchComm) -> str:
+    """Returns the backend of a group that serves tensors on the communicator's device only."""
+    return f"{comm.get_device().type}:{BACKEND_NAME}"
+
+
+def _gpu_of(comm: TorchComm) -> torch.device | None:
+    """Returns the device to which a group is bound, which for c10d is never the CPU."""
+    device = comm.get_device()
+    return None if device.type == "cpu" else device
+
+
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    """Returns False for a group that was destroyed."""
+    try:
+        dist.get_group_rank(group, dist.get_rank())
+    except ValueError:
+        return False
+    return True

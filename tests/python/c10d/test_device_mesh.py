@@ -45,14 +45,14 @@ def mesh_1d(comm):
     mesh = init_device_mesh([comm], ["dp"])
     assert (mesh.size(), mesh.ndim, mesh.mesh_dim_names) == (comm.get_size(), 1, ("dp",))
     assert mesh.get_local_rank("dp") == comm.get_rank() == dist.get_rank()
-    assert dist.get_backend() == "torch_overlap"
+    assert dist.get_backend_config() == "cpu:torch_overlap"
     gathers(mesh, comm.get_rank())
-    assert mesh.get_group("dp").group_name == "dp"
     assert mesh.get_group() is dist.group.WORLD
     again = init_device_mesh([comm], ["x"])
     assert again.get_group() is mesh.get_group()
-    other = init_device_mesh([comm.split(list(range(comm.get_size())), name="other")], ["dp"])  # the name is taken
-    assert other.get_group("dp").group_name == "other"
+    other = init_device_mesh([comm.split(list(range(comm.get_size())), name="other")], ["dp"])
+    assert other.get_group("dp") is not mesh.get_group("dp")
+    assert other.get_group("dp").group_desc == "mesh_dp"
     gathers(other, comm.get_rank())
     everybody = dist.new_group()  # the communicator's store serves new groups
     x = torch.ones(2)
@@ -88,8 +88,8 @@ def mesh_2d(comm):
     assert mesh.get_coordinate() == [rank // 2, rank % 2] or mesh.get_coordinate() == (rank // 2, rank % 2)
     assert dist.get_process_group_ranks(mesh.get_group("inner")) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert dist.get_process_group_ranks(mesh.get_group("outer")) == [rank % 2, rank % 2 + 2]
-    assert [mesh.get_group(name).group_name for name in ("outer", "inner")] == ["outer", "inner"]
-    assert dist.group.WORLD.group_name == comm.get_name()
+    assert [mesh.get_group(name).group_desc for name in ("outer", "inner")] == ["mesh_outer", "mesh_inner"]
+    assert dist.group.WORLD.group_desc == "default_pg"
     gathers(mesh, rank)
     gathers(mesh["outer"], rank)
     x = torch.full((2,), float(rank))
