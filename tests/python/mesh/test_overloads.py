@@ -21,7 +21,7 @@ INDEX = torch.tensor([[0, 2, 1, 3, 0, 1]])
 
 
 def data(*shape: int) -> Tensor:
-    return (torch.randn(shape) * 64).round() / 64
+    return (torch.randn(shape) * 64).round() / 64 + 0.0  # -0.0 becomes 0.0, as in a sum of terms: view(dtype) sees bits
 
 
 X, Y, ROW = data(4, 6), data(4, 6), data(1, 6)
