@@ -29,8 +29,12 @@ __all__ = ["capture"]
 
 # torch keeps modes of this kind in state that all threads share.
 _LOCK = threading.RLock()
-# Texts of torch's errors for reads of a meta tensor's data.
-_READS = ("meta tensor", "with Meta tensors", "data-independent", "data-dependent", "register_meta function")
+# Operators that read elements.
+_READ_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+
+
+class _ReadsElements(RuntimeError):
+    """Raised by an operator whose result depends on elements, or that has no kernel for meta tensors."""
 
 
 def capture(
@@ -78,10 +82,8 @@ def capture(
     try:
         with _LOCK, torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             result = recorder.run(lambda: func(*inner_args, **inner_kwargs))
-    except (RuntimeError, NotImplementedError) as error:
+    except _ReadsElements as error:
         text = str(error).partition("\n")[0].partition(". ")[0]
-        if isinstance(error, UnsupportedError) or not any(word in text for word in _READS):
-            raise
         name = getattr(func, "__name__", str(func))
         raise UnsupportedError(
             f"{name}: expected a function whose operators and shapes follow from shapes, got one that reads elements "
@@ -281,8 +283,15 @@ class _Recorder(SchemaCheckMode):
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C._DisablePythonDispatcher():
-        return func(*args, **kwargs)
+    try:
+        with torch._C._DisablePythonDispatcher():
+            return func(*args, **kwargs)
+    except NotImplementedError as error:  # no kernel, or a copy of the data
+        raise _ReadsElements(str(error)) from error
+    except RuntimeError as error:
+        if _READ_TAGS.isdisjoint(func.tags):
+            raise
+        raise _ReadsElements(str(error)) from error
 
 
 def _is_composite(func: Any) -> bool:
