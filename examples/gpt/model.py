@@ -105,4 +105,4 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotates the pairs (first half, second half) of each head [S, B, heads, head_dim] by its position's angle."""
     a, b = x.chunk(2, -1)
     cos, sin = angles
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)

@@ -68,6 +68,7 @@ from torch_overlap.mesh.module import (
 from torch_overlap.mesh.sharded import Sharded, from_local, register
 from torch_overlap.mesh.spec import DimSpec, P, ShardingSpec, to_layout
 from torch_overlap.mesh.trace import Traced, trace
+from torch_overlap.mesh.tracing import caching_moves
 from torch_overlap.mesh.value_spec import gradient_layout
 from torch_overlap.mesh.vmap import vmap
 
@@ -103,6 +104,7 @@ __all__ = [
     "auto_shard",
     "axis_index",
     "broadcast",
+    "caching_moves",
     "calibrate",
     "choices",
     "choosing",

@@ -1,4 +1,4 @@
-"""torch.autograd.backward and torch.autograd.grad for Sharded values."""
+"""torch.autograd.backward and torch.autograd.grad for Sharded values. torch.compile breaks the graph at both."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError
 from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.tracing import NOT_IN_A_GRAPH
 from torch_overlap.mesh.value_spec import gradient_of, spec_of, target_of, with_invariant_rest
 
 __all__ = ["AUTOGRAD", "begin"]
@@ -52,6 +53,7 @@ def _all(op: str, tensors: Any, gradients: Any) -> tuple[list[Tensor], list[Tens
     return [local for local, _ in pairs], [own for _, own in pairs]
 
 
+@torch.compiler.disable(reason=NOT_IN_A_GRAPH)  # type: ignore[untyped-decorator]
 def _backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
               grad_variables: Any = None, inputs: Any = None) -> None:  # fmt: skip
     roots = _all("backward", tensors, grad_tensors)
@@ -59,6 +61,7 @@ def _backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None 
     torch.autograd.backward(*roots, retain_graph, create_graph, inputs=leaves)
 
 
+@torch.compiler.disable(reason=NOT_IN_A_GRAPH)  # type: ignore[untyped-decorator]
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None,
           create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
           is_grads_batched: bool = False, materialize_grads: bool = False) -> tuple[Sharded | None, ...]:  # fmt: skip

@@ -41,6 +41,7 @@ from torch_overlap.mesh.sharded import Provenance, Sharded, provenance_of
 from torch_overlap.mesh.tracing import (
     TraceConstant,
     as_trace_constant,
+    caching_moves,
     is_dynamo_compiling,
     register_traced,
     run_in_graph,
@@ -156,6 +157,12 @@ class Recipe:
         """
         if self._single_step is not None:
             return RecipeStep.run(self._single_step, operands)[0]
+        if is_dynamo_compiling():
+            with caching_moves():  # a value that several steps need is moved once
+                return Recipe._run_steps(self, operands)
+        return Recipe._run_steps(self, operands)
+
+    def _run_steps(self, operands: list[Sharded]) -> Any:
         values = dict(enumerate(operands))
         for number in self._multi_use_operands:
             if number < len(operands):  # moved once for all of them, even if the caller may change it after the call
@@ -176,14 +183,20 @@ class Recipe:
         return "".join(step.explain() for step in self.steps)
 
 
-def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs `func(*args, **kwargs)` if some arguments are Sharded."""
+def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "") -> Any:
+    """Runs `func(*args, **kwargs)` if some arguments are Sharded.
+
+    `method` is the name of a method of torch.Tensor. Dynamo, which compiles this function alone after a graph break,
+    guards it instead of `func`: it guards functions, but not methods.
+    """
     if torch._C._is_any_autocast_enabled():
-        return _under_autocast(func, args, kwargs)
+        return _under_autocast(func, args, kwargs, method)
     if is_dynamo_compiling():
+        if func is torch.autograd.backward or func is torch.autograd.grad:
+            return AUTOGRAD[func](*args, **kwargs)
         operands: list[Sharded] = []
         known = [_as_specs(a, operands) for a in args], {name: _as_specs(v, operands) for name, v in kwargs.items()}
-        traced: Recipe = as_trace_constant(_traced_recipe, func, *known)
+        traced: Recipe = as_trace_constant(_traced_recipe, func, method, *known)
         return Recipe.run(traced, operands)
     if func in AUTOGRAD:
         return AUTOGRAD[func](*args, **kwargs)
@@ -226,7 +239,7 @@ def _has_hash(value: Any) -> bool:
     return True
 
 
-def _traced_recipe(func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe:
+def _traced_recipe(func: Callable[..., Any], _: str, args: Any, kwargs: Any) -> Recipe:
     """Returns the recipe, for arguments with Specs in place of Sharded values."""
     return look_up(func, _without_locals(args), _without_locals(kwargs))[0]
 
@@ -255,7 +268,7 @@ def _as_specs(value: Any, operands: list[Sharded]) -> Any:
     return value
 
 
-def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
     """Casts the arguments as autocast would, and continues without autocast."""
     operands: list[Sharded] = []
     for value in (*args, *kwargs.values()):
@@ -273,7 +286,7 @@ def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
         if to is not None:
             args, kwargs = [cast(a, to) for a in args], {name: cast(v, to) for name, v in kwargs.items()}
-        return call(func, args, kwargs)
+        return call(func, args, kwargs, method)
 
 
 def _cast(value: Sharded, to: torch.dtype) -> Sharded:
@@ -281,7 +294,7 @@ def _cast(value: Sharded, to: torch.dtype) -> Sharded:
     uses."""
     made: Sharded | None = value._cached_copy(str(to))
     if made is None:
-        made = call(Tensor.to, (value, to), {})
+        made = call(Tensor.to, (value, to), {}, "to")
         value._cache_copy(str(to), made)
     return made
 
@@ -355,7 +368,9 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _as_result(x: Sharded) -> Sharded:
-    return Sharded(x.local, x.spec, None, provenance_of(x.spec)) if x._provenance == Provenance.CALLER else x
+    """Returns the operand as a function's result, which caches its moved copies."""
+    is_result = x._caches_in_trace if is_dynamo_compiling() else x._provenance != Provenance.CALLER
+    return x if is_result else Sharded(x._local, x.spec, x._deferred_matmul, provenance_of(x.spec))
 
 
 def _as_operands(value: Any) -> Any:

@@ -16,6 +16,7 @@ from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.shard import part_of
 from torch_overlap.mesh.sharded import Sharded, from_local
 from torch_overlap.mesh.styles import without_styles
+from torch_overlap.mesh.tracing import caching_moves, is_dynamo_compiling
 from torch_overlap.mesh.value_spec import Spec, expect_connected, gradient_layout, layout_of, spec_of, used_axes
 
 __all__ = [
@@ -104,8 +105,8 @@ def shard_module(
         store: dict[str, Any] = owner._parameters if own_name in owner._parameters else owner._buffers
         store[own_name] = part
         found.setdefault(id(owner), (owner, {}))[1][own_name] = spec
-    for owner, specs in found.values():
-        _read_as_sharded(owner, specs)
+    for owner in list(module.modules()):
+        _replace_class(owner, found[id(owner)][1] if id(owner) in found else {}, caches_moves=owner is module)
     for put in hooks:
         put()
     return module
@@ -121,8 +122,9 @@ def _part(whole: Tensor, mesh: MeshComms, layout: Layout, *, anchored: bool) -> 
     return local, spec_of(mesh, layout, whole.shape, whole.dtype, anchored)
 
 
-def _read_as_sharded(owner: nn.Module, specs: dict[str, Spec]) -> None:
-    """Gives the module its own class, which reads these names as Sharded."""
+def _replace_class(owner: nn.Module, specs: dict[str, Spec], *, caches_moves: bool) -> None:
+    """Gives the module its own class, which reads these names as Sharded. If `caches_moves` is set or the module has
+    children, its forward is a block of `caching_moves`."""
 
     def reader(name: str) -> property:
         def get(self: nn.Module) -> Any:
@@ -138,11 +140,24 @@ def _read_as_sharded(owner: nn.Module, specs: dict[str, Spec]) -> None:
         return property(get, put)
 
     base = type(owner)
-    owner.__dict__[_SPECS] = specs
+    members: dict[str, Any] = {name: reader(name) for name in specs}
+    forward = base.forward
+    if (caches_moves or owner._modules) and forward is not nn.Module.forward:
+
+        @functools.wraps(forward)
+        def caching_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not is_dynamo_compiling():
+                return forward(self, *args, **kwargs)
+            with caching_moves():
+                return forward(self, *args, **kwargs)
+
+        members["forward"] = caching_forward
+    if not members:
+        return
+    if specs:
+        owner.__dict__[_SPECS] = specs
     kind: Any = type(base)
-    owner.__class__ = _kind_of(kind)(
-        base.__name__, (base,), {name: reader(name) for name in specs} | {"__module__": base.__module__}
-    )
+    owner.__class__ = _kind_of(kind)(base.__name__, (base,), members | {"__module__": base.__module__})
 
 
 @functools.cache

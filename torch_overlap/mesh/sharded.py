@@ -13,7 +13,13 @@ from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError
 from torch_overlap.mesh._core import Layout
-from torch_overlap.mesh.tracing import as_trace_constant, is_argument, is_dynamo_compiling, layout_in_trace
+from torch_overlap.mesh.tracing import (
+    NOT_IN_A_GRAPH,
+    as_trace_constant,
+    cache_in_trace,
+    is_dynamo_compiling,
+    layout_in_trace,
+)
 from torch_overlap.mesh.unsupported import UNSUPPORTED_METHODS
 from torch_overlap.mesh.value_spec import (
     Spec,
@@ -38,7 +44,7 @@ def _unregistered(*args: Any) -> Any:
 
 
 # Modules above this one, which torch_overlap.mesh registers: they construct Sharded values.
-_call: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any] = _unregistered
+_call: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], str], Any] = _unregistered
 _begin_backward: Callable[..., tuple[Tensor, Tensor]] = _unregistered
 _shard: Callable[..., Sharded] = _unregistered
 
@@ -92,7 +98,16 @@ class Sharded:
         mesh: The connected mesh.
     """
 
-    __slots__ = ("__weakref__", "_copy_cache", "_deferred_matmul", "_local", "_provenance", "_reduced_copy", "spec")
+    __slots__ = (
+        "__weakref__",
+        "_caches_in_trace",
+        "_copy_cache",
+        "_deferred_matmul",
+        "_local",
+        "_provenance",
+        "_reduced_copy",
+        "spec",
+    )
 
     def __init__(
         self,
@@ -104,6 +119,7 @@ class Sharded:
         self._local, self.spec, self._deferred_matmul, self._provenance = local, spec, product, provenance
         self._copy_cache: dict[tuple[str, bool, bool], tuple[int, Any, int]] | None = None
         self._reduced_copy: tuple[Tensor, Spec, bool, int] | None = None
+        self._caches_in_trace = bool(provenance) and is_dynamo_compiling() and cache_in_trace(self)
 
     # --- Properties
 
@@ -121,7 +137,7 @@ class Sharded:
     @local.setter
     def local(self, value: Tensor) -> None:
         self._local, self._deferred_matmul, self._provenance = value, None, Provenance.CALLER
-        self._copy_cache = self._reduced_copy = None
+        self._stop_caching()
 
     @property
     def layout(self) -> Layout:
@@ -210,16 +226,16 @@ class Sharded:
         """Returns the name of the tensor type, as torch.Tensor.type; with `dtype`, the value in that type."""
         if dtype is None:
             return torch.empty(0, dtype=self.dtype, device=self.device).type()
-        return _call(Tensor.type, (self, dtype, non_blocking), {})
+        return _call(Tensor.type, (self, dtype, non_blocking), {}, "type")
 
     def cpu(self) -> Sharded:
         """Returns itself on a mesh of CPUs; raises on other meshes."""
-        out: Sharded = _call(Tensor.to, (self, "cpu"), {})
+        out: Sharded = _call(Tensor.to, (self, "cpu"), {}, "to")
         return out
 
     def cuda(self) -> Sharded:
         """Returns itself on a mesh of GPUs; raises on other meshes."""
-        out: Sharded = _call(Tensor.to, (self, "cuda"), {})
+        out: Sharded = _call(Tensor.to, (self, "cuda"), {}, "to")
         return out
 
     def __len__(self) -> int:
@@ -228,7 +244,7 @@ class Sharded:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Sharded]:
-        return iter(_call(Tensor.unbind, (self,), {}) if len(self) else ())
+        return iter(_call(Tensor.unbind, (self,), {}, "unbind") if len(self) else ())
 
     def __repr__(self) -> str:
         return f"Sharded({self.spec}, local {tuple(self.spec.local_shape)})"
@@ -276,8 +292,9 @@ class Sharded:
         if moved is not None:
             return moved
         grad = torch.is_grad_enabled()
-        if self._reduced_copy is not None and self._reduced_copy[2:] == (grad, _version_of(self._reduced_copy[0])):
-            moved = _moved(self._reduced_copy[0], self._reduced_copy[1], target)
+        reduced = None if self._is_uncached_in_trace() else self._reduced_copy
+        if reduced is not None and reduced[2:] == (grad, _version_of(reduced[0])):
+            moved = _moved(reduced[0], reduced[1], target)
         elif self._deferred_matmul is not None:
             moved = self._deferred_matmul.fused_result(spec, target)
         if moved is None:
@@ -308,12 +325,22 @@ class Sharded:
         """Returns True if the value caches its moved copies. A value from a capture does only inside it, others only
         outside."""
         if is_dynamo_compiling():
-            return not is_argument(self)  # earlier moves must not be guards of a compiled function
+            return self._caches_in_trace
         return self._provenance != Provenance.CALLER and self._provenance == provenance_of(self.spec)
+
+    def _is_uncached_in_trace(self) -> bool:
+        """Returns True in a trace outside `caching_moves`, and for arguments of the compiled function, whose cache must
+        not become a guard."""
+        return is_dynamo_compiling() and not self._caches_in_trace
+
+    def _stop_caching(self) -> None:
+        """Drops the moved copies."""
+        self._copy_cache = self._reduced_copy = None
+        self._caches_in_trace = False
 
     def _cached_copy(self, what: str) -> Any:
         """Returns a cached copy: the local tensor under a layout, or a Sharded of another dtype."""
-        if self._copy_cache is None or not self._should_cache_copies():
+        if self._is_uncached_in_trace() or self._copy_cache is None or not self._should_cache_copies():
             return None
         found = self._copy_cache.get((what, torch.is_grad_enabled(), _is_inference()))
         if found is None or found[0] != _version_of(self._local) or found[2] != _version_of(found[1]):
@@ -371,10 +398,11 @@ class Sharded:
         leaf."""
         self.local.retain_grad()
 
+    @torch.compiler.disable(reason=NOT_IN_A_GRAPH)  # type: ignore[untyped-decorator]
     def backward(self, gradient: Sharded | None = None, retain_graph: bool | None = None,
                  create_graph: bool = False) -> None:  # fmt: skip
         """Runs the backward pass of a scalar, or with a gradient of the value's shape, which is resharded as
-        required."""
+        required. torch.compile breaks the graph here."""
         local, own = _begin_backward(self, gradient)
         local.backward(own, retain_graph, create_graph)
 
@@ -415,7 +443,7 @@ class Sharded:
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:  # fmt: skip
-        return _call(func, args, kwargs or {})
+        return _call(func, args, kwargs or {}, "")
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(Tensor, name, None)
@@ -423,8 +451,8 @@ class Sharded:
         if attribute is None or name.startswith("__") or not (callable(attribute) or is_view):
             raise AttributeError(f"'Sharded' object has no attribute '{name}'; .local has those of this rank's part")
         if not callable(attribute):
-            return _call(attribute.__get__, (self,), {})  # T, mT
-        return _method(attribute).__get__(self)
+            return _call(attribute.__get__, (self,), {}, name)  # T, mT
+        return _method(attribute, name).__get__(self)
 
 
 def _anchored(spec: Spec) -> Spec:
@@ -436,9 +464,9 @@ def _moved(local: Tensor, spec: Spec, target: Spec) -> Tensor:
     return moved
 
 
-def _method(function: Callable[..., Any]) -> Any:
+def _method(function: Callable[..., Any], name: str) -> Any:
     def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        return _call(function, (self, *args), kwargs)
+        return _call(function, (self, *args), kwargs, name)
 
     method.__name__ = function.__name__
     method.__doc__ = f"torch.Tensor.{function.__name__} of the value, brought where that is cheapest."
@@ -454,7 +482,7 @@ _OPERATORS = """
 """
 for _name in [*(f"__{name}__" for name in _OPERATORS.split()), *(n for n in dir(Tensor) if not n.startswith("_"))]:
     if _name not in vars(Sharded) and callable(getattr(Tensor, _name)):
-        setattr(Sharded, _name, _method(getattr(Tensor, _name)))
+        setattr(Sharded, _name, _method(getattr(Tensor, _name), _name))
 
 
 def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] | None = None) -> Sharded:

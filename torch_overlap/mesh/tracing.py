@@ -6,19 +6,19 @@ rank's computation on its local tensors is one call in Dynamo's graph (`run_loca
 operators and collectives one level below.
 
 A compiled function is guarded by the Specs of its arguments: another layout, shape, dtype or mesh compiles again.
+
+All of this uses torch.compiler and pytree constants only; nothing reaches into Dynamo.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import operator
-import threading
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -28,15 +28,19 @@ from torch_overlap.mesh._core import Layout
 torch.utils._pytree.register_constant(Layout)
 
 __all__ = [
+    "NOT_IN_A_GRAPH",
     "TraceConstant",
     "as_constant",
     "as_trace_constant",
-    "is_argument",
+    "cache_in_trace",
+    "caching_moves",
     "is_dynamo_compiling",
     "layout_in_trace",
     "register_traced",
     "run_in_graph",
 ]
+
+NOT_IN_A_GRAPH = "backward passes of Sharded values run outside of the graph: call backward or grad after the function"
 
 _MARK = "torch_overlap_mesh_"
 _counter = itertools.count()
@@ -149,61 +153,56 @@ def run_local_function(name: str, tensors: list[Tensor]) -> Any:
     return out if isinstance(out, Tensor) else tuple(out)
 
 
-# --- Values of a trace --------------------------------------------------------------------------
+# --- Moved copies -------------------------------------------------------------------------------
 
 
-class _ComptimeResult(threading.local):
-    is_argument = False
+class _Caching(Protocol):
+    def _stop_caching(self) -> None: ...
 
 
-_comptime_result = _ComptimeResult()
+class _Block:
+    """The innermost block of `caching_moves` in a trace. Only traces write to it, and leave it as they found it.
+
+    Attributes:
+        values: Those that cache their moved copies until the block ends; None outside.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[_Caching] | None = None
 
 
-def _inspect_variable(context: Any) -> None:
-    variable = context.get_local("value")._i_will_not_complain_if_bc_breaks_VariableTracker()
-    _comptime_result.is_argument = variable.source is not None
+_block = _Block()
 
 
-def _was_argument() -> bool:
-    return _comptime_result.is_argument
+def cache_in_trace(value: _Caching) -> bool:
+    """Returns True if `value`, which a trace makes now, is to cache its moved copies: inside `caching_moves`."""
+    if _block.values is None:
+        return False
+    _block.values.append(value)
+    return True
 
 
-def is_argument(value: Any) -> bool:
-    """Under torch.compile, returns True if `value` comes from outside the compiled code."""
-    torch._dynamo.comptime.comptime(_inspect_variable)
-    answer: bool = as_trace_constant(_was_argument)
-    return answer
+@contextlib.contextmanager
+def caching_moves() -> Iterator[None]:
+    """Under torch.compile, functions' results inside the block cache their moved copies until its end.
 
+        @torch.compile(fullgraph=True)
+        def qkv(x, wq, wk, wv):
+            with to.mesh.caching_moves():
+                x = F.layer_norm(x, x.shape[-1:])
+                return [F.linear(x, w) for w in (wq, wk, wv)]  # x is gathered once
 
-def _patch_dynamo_matmul() -> None:
-    """Makes Dynamo call the methods of plain objects for @, as it does for +."""
-    from torch._dynamo.variables.builtin import BuiltinVariable
-
-    names = ["__matmul__", "__rmatmul__", "__imatmul__"]
-    BuiltinVariable._binops().setdefault(operator.matmul, (names, operator.imatmul))
-    BuiltinVariable._binop_handlers.cache_clear()
-
-
-def _patch_dynamo_tuples() -> None:
-    """Makes Dynamo look for values with __torch_function__ in tuples, as it does in lists and dicts."""
-    from torch._dynamo.variables import torch_function
-    from torch._dynamo.variables.lists import TupleVariable
-
-    module: Any = torch_function
-    flatten = getattr(module, "_flatten_vts", None)
-    if flatten is None:  # another torch version's Dynamo
+    Without it, a compiled function moves a value once for each function that needs it in another layout. The forward of
+    a module that `shard_module` returns, and of those in it that have children, is such a block. Eager mode caches
+    without it. Values must not be changed in place inside the block.
+    """
+    if not is_dynamo_compiling() or _block.values is not None:
+        yield
         return
-
-    def flatten_tuples(values: Iterable[Any]) -> list[Any]:
-        found = []
-        for value in flatten(values):
-            is_tuple = value.is_realized() and isinstance(value, TupleVariable)
-            found += flatten_tuples(value.items) if is_tuple else [value]
-        return found
-
-    module._flatten_vts = flatten_tuples
-
-
-_patch_dynamo_matmul()
-_patch_dynamo_tuples()
-torch.compiler.allow_in_graph(F.rms_norm)  # like the other norms; Dynamo otherwise fails on a weight that is None
+    _block.values = []
+    try:
+        yield
+    finally:
+        for value in _block.values:
+            value._stop_caching()
+        _block.values = None

@@ -3,6 +3,7 @@
 Tests that need real ranks run on gloo processes: the state of a compiler belongs to its process.
 """
 
+import contextlib
 import os
 import sys
 from contextlib import closing
@@ -77,10 +78,10 @@ CASES = {
     "reshard to a layout": lambda s: reshard(s.w, (s.x * 2).layout),
     "reshard to text": lambda s: s.x.reshard("[],[tp]"),
     "all_reduce": lambda s: all_reduce(s.x, "sum", "tp"),
-    "all_reduce partial": lambda s: all_reduce(s.w @ s.v),
+    "all_reduce partial": lambda s: all_reduce(torch.matmul(s.w, s.v)),
     "pmean": lambda s: pmean(s.x, "tp"),
     "all_gather": lambda s: all_gather(s.x, 0),
-    "gather_all_axes": lambda s: gather_all_axes(s.w @ s.v),
+    "gather_all_axes": lambda s: gather_all_axes(torch.matmul(s.w, s.v)),
     "reduce_scatter": lambda s: reduce_scatter(s.x, 1, "tp"),
     "all_to_all": lambda s: all_to_all(s.x, 1, 0),
     "all_to_all stacked": lambda s: all_to_all(s.x, 1, 0, tiled=False),
@@ -92,13 +93,13 @@ CASES = {
     "full": lambda s: s.x.full() * 2,
     # Products
     "matmul": lambda s: torch.matmul(s.x, s.w),
-    "@": lambda s: s.x @ s.w,
-    "two products": lambda s: torch.relu(s.x @ s.w) @ s.v + s.b,
-    "partial product": lambda s: s.w @ s.v,
-    "partial and nonlinear": lambda s: torch.exp(s.w @ s.v) + s.b,
+    "matmul method": lambda s: s.x.matmul(s.w),
+    "two products": lambda s: torch.matmul(torch.relu(torch.matmul(s.x, s.w)), s.v) + s.b,
+    "partial product": lambda s: torch.matmul(s.w, s.v),
+    "partial and nonlinear": lambda s: torch.exp(torch.matmul(s.w, s.v)) + s.b,
     "linear": lambda s: F.linear(s.x, s.w, s.b),
     "linear of a transpose": lambda s: F.linear(s.w, s.v.T, s.b) + 1,
-    "anchor": lambda s: s.x.anchor() @ s.w,
+    "anchor": lambda s: torch.matmul(s.x.anchor(), s.w),
     # Elementwise, reductions
     "elementwise": lambda s: F.relu(s.x) * 2 + s.x.exp() - 1.5 / (s.x * s.x + 1),
     "operators": lambda s: (1 - s.x) ** 2 + abs(-s.x) + (+s.x) / 2,
@@ -118,12 +119,11 @@ CASES = {
     "T": lambda s: s.x.T,
     "index": lambda s: s.x[1:3, None, ..., ::2],
     "cat": lambda s: torch.cat([s.x, s.x * 2], 1),
-    "cat of a tuple": lambda s: torch.cat((s.x, s.x * 2), dim=-1),
-    "cat of partial and whole": lambda s: torch.cat((s.w @ s.v, s.b[None])),
-    "cat of parts": lambda s: torch.cat(s.x.chunk(2, 1), 0),
-    "stack": lambda s: torch.stack((s.x, s.x * 2), dim=1),
-    "unbind": lambda s: torch.stack(s.x.unbind(1)),
-    "half turn": lambda s: s.x * s.b + torch.cat((-s.x[:, 3:], s.x[:, :3]), -1),
+    "cat of partial and whole": lambda s: torch.cat([torch.matmul(s.w, s.v), s.b[None]]),
+    "cat of parts": lambda s: torch.cat(list(s.x.chunk(2, 1)), 0),
+    "stack": lambda s: torch.stack([s.x, s.x * 2], dim=1),
+    "unbind": lambda s: torch.stack(list(s.x.unbind(1))),
+    "half turn": lambda s: s.x * s.b + torch.cat([-s.x[:, 3:], s.x[:, :3]], -1),
     "unpack": lambda s: _first(*s.x.view(4, 2, 3).transpose(0, 1)),
     "iterate": lambda s: sum([row * i for i, row in enumerate(s.w)]),
     "split": lambda s: torch.stack(list(s.x.split(3, 1))),
@@ -138,14 +138,27 @@ CASES = {
     "layer_norm": lambda s: F.layer_norm(s.x, (6,), s.b, s.b),
     "layer_norm of a sharded dimension": lambda s: F.layer_norm(s.w, (6,)),
     "rms_norm": lambda s: F.rms_norm(s.x, (6,), s.b, 1e-5),
-    "rms_norm without a weight": lambda s: F.rms_norm(s.x, (6,)),
-    "rms_norm of a sharded dimension": lambda s: F.rms_norm(s.w, (6,), eps=1e-3),
+    "rms_norm of a sharded dimension": lambda s: F.rms_norm(s.w, (6,), s.b, eps=1e-3),
     "conv1d": lambda s: F.conv1d(s.x.view(4, 2, 3), s.w.view(6, 2, 3), s.b, padding=1),
     "conv2d": lambda s: F.conv2d(s.x.view(4, 1, 2, 3), s.v.view(6, 1, 3, 2), padding=(1, 0)),
     "embedding": lambda s: F.embedding(s.tokens, s.v),
     "cross_entropy": lambda s: F.cross_entropy(s.x, s.classes),
     "cross_entropy of sharded classes": lambda s: F.cross_entropy(s.w, s.classes.repeat(2)[:6]),
     "attention": lambda s: F.scaled_dot_product_attention(*[s.x.view(4, 1, 2, 3)] * 3, is_causal=True),
+}
+
+# Dynamo breaks the graph at the first form and traces the second.
+GRAPH_BREAKS = {
+    "@": (lambda s: (s.x * 2) @ s.w + s.b, lambda s: torch.matmul(s.x * 2, s.w) + s.b),
+    "cat of a tuple": (lambda s: torch.cat((s.x, s.x * 2), dim=-1), lambda s: torch.cat([s.x, s.x * 2], dim=-1)),
+    "stack of results": (
+        lambda s: torch.stack(s.x.unbind(1), dim=1) * 2,
+        lambda s: torch.stack(list(s.x.unbind(1)), dim=1) * 2,
+    ),
+    "rms_norm without a weight": (
+        lambda s: F.rms_norm(s.x, (6,), eps=1e-3) * s.b,
+        lambda s: F.rms_norm(s.x, (6,), shard(torch.ones(6, dtype=torch.float64), s.mesh), eps=1e-3) * s.b,
+    ),
 }
 
 
@@ -197,6 +210,67 @@ def test_values_and_gradients(names, backend, seed):
     run_ranks(cases_rank, 2, names, backend, seed, backend="gloo", timeout=280)
 
 
+def graph_breaks_rank(comm, seed):
+    with closing(connect({"tp": 2}, comm)) as mesh:
+        for name, (function, traceable) in GRAPH_BREAKS.items():
+            torch._dynamo.reset()
+            values = Values(mesh, seed)
+            with pytest.raises(torch._dynamo.exc.Unsupported):
+                torch.compile(function, backend="aot_eager", fullgraph=True)(values)
+            try:
+                check(function, values, torch.compile(function, backend="aot_eager"))
+                check(function, values, torch.compile(traceable, backend="aot_eager", fullgraph=True))
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+
+def test_graph_breaks_keep_values_and_gradients(seed):
+    run_ranks(graph_breaks_rank, 2, seed, backend="gloo", timeout=280)
+
+
+def _by_backward(s):
+    torch.matmul(s.x, s.w).square().mean().backward()
+    return [s.x.grad.local, s.w.grad.local]
+
+
+def _by_grad(s):
+    return locals_of(torch.autograd.grad(torch.matmul(s.x, s.w).square().mean(), [s.x, s.w]))
+
+
+def _skipped(s):
+    """Dynamo cannot resume here: it compiles the functions that it calls, each on its own."""
+    with contextlib.suppress(ZeroDivisionError):
+        torch._dynamo.graph_break()
+        x = s.x.square().sin().add(1).exp().T.mT
+        return x.sub(1).mul(x.cos()).mean() * s.b.square()
+
+
+def skipped_rank(comm, seed):
+    with closing(connect({"tp": 2}, comm)) as mesh:
+        torch._dynamo.reset()
+        check(_skipped, Values(mesh, seed), torch.compile(_skipped, backend="aot_eager"))
+        with torch.autocast("cpu", torch.bfloat16):
+            check(_skipped, Values(mesh, seed), torch.compile(_skipped, backend="aot_eager"))
+
+
+def test_methods_of_a_function_that_is_not_compiled(seed):
+    run_ranks(skipped_rank, 2, seed, backend="gloo", timeout=280)
+
+
+def backward_rank(comm, seed):
+    with closing(connect({"tp": 2}, comm)) as mesh:
+        for function in (_by_backward, _by_grad):
+            torch._dynamo.reset()
+            with pytest.raises(torch._dynamo.exc.Unsupported):
+                torch.compile(function, backend="aot_eager", fullgraph=True)(Values(mesh, seed))
+            got = torch.compile(function, backend="aot_eager")(Values(mesh, seed))
+            torch.testing.assert_close(got, function(Values(mesh, seed)))
+
+
+def test_a_backward_pass_in_a_compiled_function_breaks_the_graph(seed):
+    run_ranks(backward_rank, 2, seed, backend="gloo", timeout=280)
+
+
 @inductor
 @pytest.mark.parametrize("names", [NAMES[i::8] for i in range(8)], ids=map(str, range(8)))
 def test_values_and_gradients_inductor(names, seed):
@@ -225,7 +299,7 @@ class Model(nn.Module):
         q, k, v = (f(h).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         x = x + self.down(F.gelu(self.up(self.norm(x))))
-        return x @ self.embedding.weight.T
+        return F.linear(x, self.embedding.weight)
 
 
 COLUMNS = {"[qkv].weight": P("tp"), "o.weight": P(None, "tp"), "up.*": P("tp"), "down.weight": P(None, "tp")}

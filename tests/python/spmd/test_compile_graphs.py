@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 from torch._dynamo.backends.common import aot_autograd
 
-from torch_overlap.mesh import P, all_gather, all_reduce, choosing, connect, shard
+from torch_overlap.mesh import P, all_gather, all_reduce, caching_moves, choosing, connect, shard, shard_module
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -60,26 +60,95 @@ def weights(mesh, *specs):
 
 def test_a_megatron_mlp_has_one_collective_each_way():
     forward, backward = graphs_of(
-        lambda x, a, b: torch.relu(torch.relu(x @ a.anchor()) @ b.anchor()),
+        lambda x, a, b: torch.relu(torch.matmul(torch.relu(torch.matmul(x, a.anchor())), b.anchor())),
         lambda mesh: weights(mesh, P(), P(None, "tp"), P("tp")),
     )
     assert forward == {"all_reduce": 1}
     assert backward == {"all_reduce": 1}
 
 
-def test_what_is_gathered_for_one_product_serves_all():
-    def function(x, a, b):
-        h = x * 2
-        return (h @ a.anchor()) * (h @ b.anchor())
+def two_products(x, a, b):
+    h = x * 2
+    return torch.matmul(h, a.anchor()) * torch.matmul(h, b.anchor())
 
+
+def two_products_cached(x, a, b):
+    with caching_moves():
+        return two_products(x, a, b)
+
+
+@pytest.mark.parametrize(("function", "count"), [(two_products_cached, 1), (two_products, 2)])
+def test_what_is_gathered_for_one_product_serves_all_inside_caching_moves(function, count):
     forward, backward = graphs_of(function, lambda mesh: weights(mesh, P("tp"), P(None, "tp"), P(None, "tp")))
+    assert forward == {"all_gather": count}
+    assert backward == {"reduce_scatter": count}
+
+
+def test_the_steps_of_one_function_share_what_is_gathered():
+    """Also of an argument."""
+    forward, _ = graphs_of(lambda x: torch.std(x, 1), lambda mesh: weights(mesh, "[],[] P{tp}"))
+    assert forward == {"all_reduce": 1}
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        h = x * 2
+        return self.q(h) * self.k(h)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["root", "child"])
+def test_a_module_caches_moves_in_its_forward(inner):
+    """Also a child that is compiled on its own."""
+    made = []
+
+    def function(x):
+        return made[-1](x)
+
+    def make(mesh):
+        model = shard_module(torch.nn.Sequential(Attention()), mesh, {"*": P("tp")})
+        made.append(model[0] if inner else model)
+        return weights(mesh, P("tp"))
+
+    forward, backward = graphs_of(function, make)
     assert forward == {"all_gather": 1}
     assert backward == {"reduce_scatter": 1}
 
 
+def test_results_leave_caching_moves_without_copies():
+    def rank(comm):
+        torch._dynamo.reset()
+        with closing(connect({"tp": 2}, comm)) as mesh:
+            counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+            def function(x, w):
+                with caching_moves():
+                    y = x * 2
+                    return y, torch.matmul(y, w.anchor())
+
+            compiled = torch.compile(function, backend=counter, fullgraph=True)
+            x, w = weights(mesh, P("tp"), P(None, "tp"))
+            for _ in range(3):
+                y, z = compiled(x, w)
+                for value in (x, w, y, z):
+                    assert value._copy_cache is None
+                    assert value._reduced_copy is None
+                    assert not value._caches_in_trace
+                x = y
+            assert counter.frame_count == 1
+            y.reshard(None)
+            assert y._copy_cache
+            assert y.reshard(None).local is y.reshard(None).local
+
+    run_ranks(rank, 2, backend="fake")
+
+
 def test_fused_products_are_in_the_graph():
     def function(x, a, b):
-        y = torch.relu(x @ a.anchor()) @ b.anchor()
+        y = torch.matmul(torch.relu(torch.matmul(x, a.anchor())), b.anchor())
         return y.reshard(P("tp")) * 2
 
     def choose(x, a, b):
@@ -99,7 +168,7 @@ def _plainly(function, *args):
 
 
 def test_tuples_among_arguments():
-    """Tuples of Sharded values and of plain tensors, as arguments and as constants of the trace."""
+    """A tuple of Sharded values is read by its items; one of plain tensors beside them is as without a mesh."""
 
     def rank(comm):
         torch._dynamo.reset()
@@ -108,7 +177,7 @@ def test_tuples_among_arguments():
             plain = torch.randn(2, 3), torch.randn(2, 3)
 
             def function(pair, plain):
-                return torch.cat(pair, 1) * 2, torch.stack((*plain, plain[0]))
+                return torch.cat(list(pair), 1) * 2, torch.stack((*plain, plain[0]))
 
             got, whole = torch.compile(function, backend="aot_eager", fullgraph=True)(pair, plain)
             want, expected = function(pair, plain)
@@ -133,7 +202,7 @@ def test_an_argument_is_not_changed():
         torch._dynamo.reset()
         with closing(connect({"tp": 2}, comm)) as mesh:
             x, w = weights(mesh, P("tp"), P(None, "tp"))
-            torch.compile(lambda x, w: x @ w, backend="aot_eager", fullgraph=True)(x, w)
+            torch.compile(lambda x, w: torch.matmul(x, w), backend="aot_eager", fullgraph=True)(x, w)
             assert x._copy_cache is None
 
     run_ranks(rank, 2, backend="fake")
@@ -161,7 +230,7 @@ def undeclared_rank(comm, move):
 MOVES = {
     "reshard": lambda x: x.reshard(None) * 2,
     "function": lambda x: all_gather(x, 0) + 1,
-    "operator": lambda x: torch.softmax(x, 0) @ x.T,
+    "operator": lambda x: torch.matmul(torch.softmax(x, 0), x.T),
 }
 
 
@@ -243,7 +312,7 @@ def feedback_rank(comm):
     """Results are arguments again, also partial ones and those of eager mode."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda x, w: torch.tanh(x @ w), backend=counter, fullgraph=True)
+    compiled = torch.compile(lambda x, w: torch.tanh(torch.matmul(x, w)), backend=counter, fullgraph=True)
     with closing(connect({"tp": 2}, comm)) as mesh:
         whole = torch.eye(4) * 0.5
         x, w = shard(whole, mesh, P("tp")), shard(whole, mesh)
