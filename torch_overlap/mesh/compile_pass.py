@@ -26,7 +26,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_overlap._C import InvalidValueError, _BackendWrapper
 from torch_overlap.mesh._core import CostModel
-from torch_overlap.mesh.matmuls import ALGORITHMS, times
 
 __all__ = ["Decision", "OverlapPass", "overlap_products"]
 
@@ -36,6 +35,7 @@ _with_effects = torch.ops.higher_order.with_effects
 _RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _VIEWS = (*_RESHAPES, _aten.permute.default, _aten.t.default, _aten.transpose.int, _aten.alias.default)
 _LINK = "nvlink"
+_ALGORITHMS = ("auto", "fused", "plain")
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class OverlapPass(CustomGraphPass):
     """
 
     def __init__(self, cost: CostModel | None = None, algorithm: str = "auto") -> None:
-        if algorithm not in ALGORITHMS:
-            raise InvalidValueError(f"OverlapPass: expected an algorithm of {ALGORITHMS}, got {algorithm!r}")
+        if algorithm not in _ALGORITHMS:
+            raise InvalidValueError(f"OverlapPass: expected an algorithm of {_ALGORITHMS}, got {algorithm!r}")
         self.cost, self.algorithm = cost or CostModel.h200(), algorithm
         self.decisions: list[Decision] = []
 
@@ -122,7 +122,9 @@ class OverlapPass(CustomGraphPass):
     ) -> str:
         """Returns the reason to fuse; raises _NotFused otherwise. `terms`: number of products, added if separate,
         concatenated if fused."""
-        sequential, overlapped = times(self.cost, found.name, {_LINK: found.size}, moved, sizes, itemsize)
+        product = self.cost.matmul(*sizes, element_size=itemsize)
+        sequential = product + self.cost.collective(found.name, {_LINK: found.size}, moved)
+        overlapped = self.cost.overlapped(found.name, {_LINK: found.size}, moved, product)
         if terms > 1:
             m, n, k = sizes
             sequential += (terms - 1) * self.cost.elementwise(3 * m * n * itemsize)

@@ -5,15 +5,15 @@
     product + reduction  partial, needed whole             -> matmul_all_reduce
 
 A product with a partial result is not computed until it is needed: only then is it known if the sum ends scattered or
-whole. The cost model decides if overlap is faster; `choosing` overrides it, `choices` reports the decisions.
+whole. The operator chooses its algorithm, which may be to communicate and multiply one after the other; `choosing`
+keeps products away from it, and `choices` reports the decisions.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidValueError, StateError
-from torch_overlap.mesh._core import CostModel, Layout, Plan, Step
+from torch_overlap.mesh._core import Layout, Plan, Step
 from torch_overlap.mesh.call import Call
 from torch_overlap.mesh.tracing import TraceConstant, as_trace_constant, is_dynamo_compiling, run_in_graph
 from torch_overlap.mesh.value_spec import ranks_of
@@ -38,7 +38,7 @@ __all__ = ["ALGORITHMS", "Choice", "DeferredMatmul", "GatherMatmul", "choices", 
 
 _ops = torch.ops.torch_overlap
 
-ALGORITHMS = ("auto", "plain", "fused")
+ALGORITHMS = ("auto", "plain")
 _NAMES = ("linear", "matmul", "mm")
 _INSIDE_VMAP = "it runs inside vmap"
 UnevenShards = Sequence[tuple[Sequence[str], str]]  # see uneven_shards()
@@ -50,17 +50,14 @@ class Choice:
 
     Attributes:
         op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
-        fused: True if it ran as that operator, False if product and collective ran one after the other.
+        overlapped: True if it ran as that operator, False if it ran as a product and a collective.
         sizes: Rows, columns and inner size of the local product.
-        plain, overlapped: Seconds of the two, by the cost model; infinite if it cannot run as the operator.
-        why: The reason: "cost", "asked for", or why it cannot be fused.
+        why: "auto", "asked for", or why it cannot run as the operator.
     """
 
     op: str
-    fused: bool
+    overlapped: bool
     sizes: tuple[int, int, int]
-    plain: float
-    overlapped: float
     why: str
 
 
@@ -82,11 +79,12 @@ def _log() -> list[Choice] | None:
 
 @contextlib.contextmanager
 def choosing(algorithm: str) -> Iterator[None]:
-    """Inside the block, for this thread, runs products and their communication fused, plain, or whichever is cheaper. A
-    partial product is decided where the sum ends.
+    """Inside the block, for this thread, selects how products and their communication run. A partial product is decided
+    where the sum ends.
 
-    "fused" requests it if the operands allow it: parts of the same size, along a dimension that is not multiplied.
-    Otherwise `choices` has the reason.
+    "auto", the default: as one operator if the operands allow it (parts of the same size, along a dimension that is not
+    multiplied); `explain` tells which algorithm the operator then chooses. Otherwise `choices` has the reason. "plain":
+    as a product and a collective.
     """
     if algorithm not in ALGORITHMS:
         raise InvalidValueError(f"choosing: expected one of {ALGORITHMS}, got {algorithm!r}")
@@ -107,36 +105,15 @@ def choices() -> Iterator[list[Choice]]:
         _state.log = before
 
 
-def _should_fuse(
-    op: str,
-    plan: Plan,
-    step: Step,
-    sizes: tuple[int, int, int],
-    spec: Spec,
-    algorithm: str,
-    unsupported_reason: str | None,
-) -> bool:
-    """Returns True if the product is to be fused with this step of the plan. `unsupported_reason`: why it cannot be."""
-    if unsupported_reason is None:
-        links = spec.mesh.mesh.links(step.axes)
-        sequential, overlapped = times(spec.mesh.cost, step.kind, links, step.bytes, sizes, spec.dtype.itemsize)
-        fused, why = (algorithm == "fused", "asked for") if algorithm != "auto" else (overlapped < sequential, "cost")
-    else:
-        sequential = spec.mesh.cost.matmul(*sizes, element_size=spec.dtype.itemsize) + plan.seconds
-        overlapped, fused, why = math.inf, False, unsupported_reason
+def _should_overlap(op: str, sizes: tuple[int, int, int], algorithm: str, unsupported_reason: str | None) -> bool:
+    """Returns True if the product is to run as the operator. `unsupported_reason`: why it cannot."""
+    overlapped, why = unsupported_reason is None, unsupported_reason or "auto"
+    if overlapped and algorithm == "plain":
+        overlapped, why = False, "asked for"
     log = _log()
     if log is not None:
-        log.append(Choice(op, fused, sizes, sequential, overlapped, why))
-    return fused
-
-
-def times(
-    cost: CostModel, collective: str, links: Mapping[str, int], size: float, sizes: tuple[int, int, int], itemsize: int
-) -> tuple[float, float]:
-    """Returns the seconds of a product and a collective of `size` bytes, one after the other and overlapped."""
-    product = cost.matmul(*sizes, element_size=itemsize)
-    moved = cost.collective(collective, links, size)
-    return product + moved, cost.overlapped(collective, links, size, product)
+        log.append(Choice(op, overlapped, sizes, why))
+    return overlapped
 
 
 def _step(plan: Plan, *kinds: str) -> Step | None:
@@ -215,24 +192,23 @@ class GatherMatmul(TraceConstant):
         uneven: UnevenShards,
     ) -> None:
         super().__init__()
-        self._call, self._plan, self._step, self._sizes = call, plan, step, sizes
+        self._call, self._step, self._sizes = call, step, sizes
         self._source, self._target, self._dim = source, target, step.dim
         self._unsupported_reason = _unsupported_reason(plan, step, source, source.layout, uneven)
         if self._unsupported_reason is None and _invariant_axes(step):
             self._unsupported_reason = "what it gathers is invariant, and so is the gradient"
 
     def group(self, algorithm: str, is_in_vmap: bool) -> tuple[str, int] | None:
-        """Returns the communicator's name and size; None if it is not to be fused."""
+        """Returns the communicator's name and size; None if it runs as a product and a collective."""
         comm = self._source.mesh.group_comm(self._step.axes)
         unsupported_reason = _INSIDE_VMAP if is_in_vmap else self._unsupported_reason
-        if comm is None or not _should_fuse(
-            "all_gather_matmul", self._plan, self._step, self._sizes, self._source, algorithm, unsupported_reason
-        ):
+        if comm is None or not _should_overlap("all_gather_matmul", self._sizes, algorithm, unsupported_reason):
             return None
         return comm.get_name(), comm.get_size()
 
     def select_group(self, x: Sharded, others: Sequence[Sharded]) -> tuple[str, int] | None:
-        """Returns the communicator's name and size if the product of these is to be fused. Nothing is moved."""
+        """Returns the communicator's name and size if the product of these is to run as the operator.
+        Nothing is moved."""
         if x._cached_copy(self._target.text) is not None:
             return None
         group: tuple[str, int] | None = as_trace_constant(
@@ -292,7 +268,7 @@ def _invariant_axes(step: Step) -> set[str]:
 # --- product + reduction ------------------------------------------------------------------------
 
 
-def _select_fused_reduction(
+def _select_reduction(
     spec: Spec, target: Spec, sizes: tuple[int, int, int], uneven: UnevenShards, algorithm: str, is_in_vmap: bool
 ) -> tuple[str, tuple[str, int], int] | None:
     """Returns the fused operator that completes a partial product: its kind, the communicator's name and size, a
@@ -315,7 +291,7 @@ def _select_fused_reduction(
             unsupported_reason = "its gradient is whole along some of the axes"
     if unsupported_reason is None and step.reduce != "sum":
         unsupported_reason = f"it is no sum but {step.reduce}"
-    if not _should_fuse(op, plan, step, sizes, spec, algorithm, unsupported_reason):
+    if not _should_overlap(op, sizes, algorithm, unsupported_reason):
         return None
     return kind, (comm.get_name(), comm.get_size()), step.dim
 
@@ -349,7 +325,7 @@ class DeferredMatmul:
         """Returns the local tensor under `target` if one fused operator computes it, else None."""
         is_in_vmap = any(map(is_batchedtensor, self._operands))
         how = as_trace_constant(
-            _select_fused_reduction, spec, target, self._step.sizes, self._step.uneven, _algorithm(), is_in_vmap
+            _select_reduction, spec, target, self._step.sizes, self._step.uneven, _algorithm(), is_in_vmap
         )
         if how is None:
             return None

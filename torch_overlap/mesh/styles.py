@@ -66,7 +66,7 @@ def _check(style: Style) -> None:
         if got != default:
             raise UnsupportedError(
                 f"shard_module: expected a style without {option}, got {type(style).__name__} with {got!r}; on a mesh "
-                "the cost model decides, or choosing(...)"
+                "choosing(...) selects how products run"
             )
 
 

@@ -104,7 +104,7 @@ def test_functions_and_their_gradients(mesh, randn, name, place):
     torch.testing.assert_close(x.grad.full(), reference.grad)
 
 
-@pytest.mark.parametrize("how", ["plain", "fused"])
+@pytest.mark.parametrize("how", ["plain", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_column_and_row_products(mesh, randn, how, dtype):
     """Sequence parallel: rows are gathered into the first product, and scattered out of the second."""
@@ -121,8 +121,8 @@ def test_column_and_row_products(mesh, randn, how, dtype):
         (y * shard(weight, mesh, P("tp"))).sum().backward()
     expected = F.linear(F.gelu(F.linear(*wholes[:2])), wholes[2])
     (expected * weight.double()).sum().backward()
-    fused = {choice.op for choice in log if choice.fused}
-    assert fused == ({"all_gather_matmul", "matmul_reduce_scatter"} if how == "fused" else set())
+    fused = {choice.op for choice in log if choice.overlapped}
+    assert fused == ({"all_gather_matmul", "matmul_reduce_scatter"} if how == "auto" else set())
     scale = 3e-2 if dtype == torch.bfloat16 else 4e-3 if dtype == torch.float16 else 1e-4
     for got, wanted in [(y.full(), expected), *((p.grad.full(), w.grad) for p, w in zip(placed, wholes, strict=True))]:
         torch.testing.assert_close(got.double(), wanted, rtol=scale, atol=scale * wanted.std().item())
@@ -163,7 +163,7 @@ def part_of(mesh, whole, place):
     return shard(whole.clone(), mesh, place).local
 
 
-@pytest.mark.parametrize("how", ["plain", "fused"])
+@pytest.mark.parametrize("how", ["plain", "auto"])
 @pytest.mark.parametrize("place", [P("dp"), P("dp", "tp")], ids=["tensor", "sequence"])
 def test_a_plain_model_trains_as_on_one_gpu(mesh, reference, batches, place, how):
     model = shard_module(copy.deepcopy(reference), mesh, LAYOUTS, defer_gradients=True)
@@ -191,7 +191,7 @@ def train(model, optimizer, tokens, targets, how):
     return loss.full()
 
 
-@pytest.mark.parametrize("how", ["plain", "fused"])
+@pytest.mark.parametrize("how", ["plain", "auto"])
 @pytest.mark.parametrize("place", [P("dp"), P("dp", "tp")], ids=["tensor", "sequence"])
 def test_a_whole_step_in_a_graph(mesh, reference, batches, place, how):
     """Forward, backward, clipping and AdamW: replays with other tokens, some of them after an eager step."""

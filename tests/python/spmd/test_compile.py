@@ -326,7 +326,7 @@ def module_rank(comm, backend, layouts, lies, seed, algorithm, dtype=torch.float
             torch.testing.assert_close(value.grad.full(), dict(plain.named_parameters())[name].grad)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "fused"])
+@pytest.mark.parametrize("algorithm", ["auto", "plain"])
 @pytest.mark.parametrize("lies", [P(), P("tp"), P(None, "tp")], ids=str)
 def test_modules(lies, algorithm, seed):
     layouts = COLUMNS | {"embedding.weight": P("tp")}
@@ -376,7 +376,7 @@ def gpt_rank(comm, backend, axes, algorithm, seed, dtype=torch.float64, autocast
         return names
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "fused"])
+@pytest.mark.parametrize("algorithm", ["auto", "plain"])
 @pytest.mark.parametrize("axes", [{"dp": 1, "tp": 2}, {"dp": 2, "tp": 1}], ids=["tp", "dp"])
 def test_the_gpt_of_the_examples(axes, algorithm, seed):
     run_ranks(gpt_rank, 2, "aot_eager", axes, algorithm, seed, backend="gloo", timeout=240)

@@ -141,7 +141,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("how", ["plain", "fused"])
+@pytest.mark.parametrize("how", ["plain", "auto"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_whole_jacobian_of_products(name, how, seed):
     before, after, kinds = PRODUCTS[name]

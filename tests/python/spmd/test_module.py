@@ -85,22 +85,22 @@ def check_step(comm, axes, tokens_at, seed, how, defer):
         else:
             torch.testing.assert_close(value.grad.full(), wanted[name].grad, msg=lambda t, name=name: f"{name}: {t}")
     mesh.close()
-    return [choice.op for choice in log if choice.fused]
+    return [choice.op for choice in log if choice.overlapped]
 
 
 @pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("how", ["plain", "fused"])
+@pytest.mark.parametrize("how", ["plain", "auto"])
 @pytest.mark.parametrize(
     ("axes", "tokens_at"),
     [("dp=2,tp=2", P("dp", "tp")), ("dp=1,tp=4", P(None, "tp")), ("dp=2,tp=2", P("dp")), ("dp=4,tp=1", P("dp"))],
 )
 def test_a_plain_model_trains_as_on_one_rank(seed, axes, tokens_at, how, defer):
     fused = run_ranks(check_step, 4, axes, tokens_at, seed, how, defer, backend="local")[0]
-    assert bool(fused) == (how == "fused" and "tp=1" not in axes and tokens_at[-1] == "tp")
+    assert bool(fused) == (how == "auto" and "tp=1" not in axes and tokens_at[-1] == "tp")
 
 
 def check_processes(comm, seed):
-    return check_step(comm, {"dp": 2, "tp": 2}, P("dp", "tp"), seed, "fused", True)
+    return check_step(comm, {"dp": 2, "tp": 2}, P("dp", "tp"), seed, "auto", True)
 
 
 def test_a_plain_model_trains_on_processes(seed):

@@ -64,17 +64,17 @@ def check_model(comm, axes, seed, sequence_parallel, bias, how):
     for name, value in sharded_parameters(model).items():
         torch.testing.assert_close(value.grad.full(), gradients[name].grad, msg=lambda text, at=name: f"{at}: {text}")
     mesh.close()
-    return {choice.op for choice in log if choice.fused}
+    return {choice.op for choice in log if choice.overlapped}
 
 
 @pytest.mark.parametrize("axes", ["dp=1,tp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize(("sequence_parallel", "bias"), [(True, False), (True, True), (False, True)])
 def test_a_plan_of_styles_shards_a_model(seed, axes, sequence_parallel, bias):
     ranks = 4 if "dp=2" in axes else 2
-    for how in ("plain", "fused"):
+    for how in ("plain", "auto"):
         fused = run_ranks(check_model, ranks, axes, seed, sequence_parallel, bias, how, backend="local")[0]
         # Without sequence parallelism a partial sum passes through the residual, and is reduced before the norm.
-        both = {"all_gather_matmul", "matmul_reduce_scatter"} if sequence_parallel and how == "fused" else set()
+        both = {"all_gather_matmul", "matmul_reduce_scatter"} if sequence_parallel and how == "auto" else set()
         assert fused == both
 
 
