@@ -105,13 +105,13 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
         sum = ops::reduce_scatter(term, dim, "sum", call.comm, call.group_size);
       }
       for (size_t i = 0; i < used_grads.size(); ++i) {
-        const auto part = ops::matmul_reduce_scatter(
-            {.x = used_grads[i],
-             .weight = used_weights[i].t(),
-             .comm = call.comm,
-             .group_size = call.group_size,
-             .scatter_dim = dim,
-             .algorithm = may_differ ? "sequential" : call.algorithm});
+        const auto part =
+            ops::matmul_reduce_scatter({.x = used_grads[i],
+                                        .weight = used_weights[i].t(),
+                                        .comm = call.comm,
+                                        .group_size = call.group_size,
+                                        .scatter_dim = dim,
+                                        .algorithm = may_differ ? "sequential" : call.algorithm});
         sum = sum.defined() ? sum.add(part) : part;
       }
       pass.set(call.x, sum);
@@ -120,8 +120,8 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
     const auto inputs =
         gathered ? *gathered : ops::all_gather(call.x, dim, call.comm, call.group_size);
     for (size_t i = 0; i < wanted.size(); ++i) {
-      pass.set(call.weights,
-               used_grads[wanted[i]].flatten(0, -2).t().mm(inputs.flatten(0, -2)), wanted_at[i]);
+      pass.set(call.weights, used_grads[wanted[i]].flatten(0, -2).t().mm(inputs.flatten(0, -2)),
+               wanted_at[i]);
     }
     return;
   }

@@ -27,13 +27,13 @@ AllGatherMatmulBackward::Result allocate(const AllGatherMatmulBackward& call) {
   for (const int64_t i : call.wanted) {
     weight_grads.push_back(at::empty_symint(call.weights[i].sym_sizes(), x.options()));
   }
-  return {call.x_wanted ? at::empty_symint(x.sym_sizes(), x.options())
-                        : at::empty({0}, x.options()),
-          std::move(weight_grads)};
+  return {
+      call.x_wanted ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options()),
+      std::move(weight_grads)};
 }
 
-// The products that sum to x's gradient before the reduction. Several 16-bit terms are multiplied as
-// one concatenated product, which is rounded once.
+// The products that sum to x's gradient before the reduction. Several 16-bit terms are multiplied
+// as one concatenated product, which is rounded once.
 std::vector<GemmArgs> products_for_x(const AllGatherMatmulBackward& call, const Tensor& own,
                                      const std::vector<Tensor>& grad_rows) {
   std::vector<Tensor> grads = grad_rows;
@@ -68,9 +68,8 @@ OverlapProblem problem_of_backward(const AllGatherMatmulBackward& call, const To
           .dtype = dtype,
           .chunk_rows = rows,
           .gather_bytes = gathers ? gather_bytes(comm, own) : 0,
-          .scatter_bytes = call.x_wanted
-                               ? scatter_bytes(comm, call.group_size * rows, own.size(1), dtype)
-                               : 0,
+          .scatter_bytes =
+              call.x_wanted ? scatter_bytes(comm, call.group_size * rows, own.size(1), dtype) : 0,
           .local_n = {own.size(1)},
           .local_k = features,
           .can_pipeline = is_channel_dtype(dtype)};
@@ -84,7 +83,8 @@ std::string_view asked_algorithm(const AllGatherMatmulBackward& call) {
   return call.algorithm == "fused" && call.gathered_grad ? "p2p" : call.algorithm;
 }
 
-AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(const AllGatherMatmulBackward& call) {
+AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
+    const AllGatherMatmulBackward& call) {
   auto out = allocate(call);
   if (is_shape_only(call.x)) return out;
   auto& [x_grad, weight_grads] = out;

@@ -82,7 +82,8 @@ struct AllToAllMatmulBackward {
   }
 };
 
-AllToAllMatmulBackward::Result all_to_all_matmul_backward_kernel(const AllToAllMatmulBackward& call) {
+AllToAllMatmulBackward::Result all_to_all_matmul_backward_kernel(
+    const AllToAllMatmulBackward& call) {
   const auto& [x, weight] = std::tie(call.x, call.weight);
   const auto wanted_like = [&](const Tensor& operand, bool wanted) {
     return wanted ? at::empty_symint(operand.sym_sizes(), x.options())
@@ -105,9 +106,9 @@ AllToAllMatmulBackward::Result all_to_all_matmul_backward_kernel(const AllToAllM
        .k = weight.size(1),
        .chunk_rows = grad_rows.size(0),
        .gather_bytes = RowExchange::channel_bytes(matrices),
-       .scatter_bytes = call.x_wanted ? ColumnExchange::channel_bytes(
-                                            {static_cast<int64_t>(x_rows.nbytes())})
-                                      : 0},
+       .scatter_bytes = call.x_wanted
+                            ? ColumnExchange::channel_bytes({static_cast<int64_t>(x_rows.nbytes())})
+                            : 0},
       call.algorithm, comm);
   if (!chosen) return out;
   std::unique_ptr<RowExchange> inputs;

@@ -37,9 +37,11 @@ BulkOverlapMatmul::Result allocate(const BulkOverlapMatmul& call) {
   check_row_dim(kBulkOverlapMatmul, x, 0, "rows");
   check_weight(kBulkOverlapMatmul, x, weight);
   if (call.bias) check_bias(kBulkOverlapMatmul, x, *call.bias, weight);
-  TORCH_OVERLAP_CHECK(other.device() == x.device(), kType, kBulkOverlapMatmul, ": expected other on device ",
-                      x.device(), " as x, got ", other.device(), "; move one of them");
-  if (!gathers(call.collective)) check_reduction(kBulkOverlapMatmul, other.scalar_type(), RedOpType::SUM);
+  TORCH_OVERLAP_CHECK(other.device() == x.device(), kType, kBulkOverlapMatmul,
+                      ": expected other on device ", x.device(), " as x, got ", other.device(),
+                      "; move one of them");
+  if (!gathers(call.collective))
+    check_reduction(kBulkOverlapMatmul, other.scalar_type(), RedOpType::SUM);
   const int64_t dim = wrap_dim(kBulkOverlapMatmul, other, call.dim, "dim");
   auto sizes = x.sym_sizes().vec();
   sizes.back() = weight.sym_size(0);
@@ -126,7 +128,8 @@ void run_concurrently(const std::shared_ptr<TorchComm>& comm, std::string_view a
   if (!chosen) return explain_as_bulk();
   for (GemmArgs& args : products) args.overlaps_communication = chosen != Algorithm::sequential;
   if (chosen == Algorithm::p2p || chosen == Algorithm::bulk) {
-    for (const GemmArgs& args : products) check_gemm(kBulkOverlapMatmul, args);  // before anything is sent
+    for (const GemmArgs& args : products)
+      check_gemm(kBulkOverlapMatmul, args);  // before anything is sent
     if (gather) {
       gather_over_channel(comm, own, products, out);
     } else {
@@ -161,12 +164,12 @@ BulkOverlapMatmul::Result bulk_overlap_matmul_kernel(const BulkOverlapMatmul& ca
   auto out = allocate(call);
   if (is_shape_only(call.x)) return out;
   const auto& [linear, result] = out;
-  auto args = product(operand(to_rows(call.x, 0)), transposed_operand(call.weight),
-                      linear.flatten(0, -2));
+  auto args =
+      product(operand(to_rows(call.x, 0)), transposed_operand(call.weight), linear.flatten(0, -2));
   args.epilogue.bias = contiguous_or_undefined(call.bias);
-  run_concurrently(find_comm(kBulkOverlapMatmul, call.comm, call.group_size), call.algorithm, {std::move(args)},
-                   call.other, call.collective, wrap_dim(kBulkOverlapMatmul, call.other, call.dim, "dim"),
-                   result);
+  run_concurrently(find_comm(kBulkOverlapMatmul, call.comm, call.group_size), call.algorithm,
+                   {std::move(args)}, call.other, call.collective,
+                   wrap_dim(kBulkOverlapMatmul, call.other, call.dim, "dim"), result);
   return out;
 }
 
@@ -198,7 +201,8 @@ std::string_view dual_collective(std::string_view collective) {
   return gathers(collective) ? "reduce_scatter" : "all_gather";
 }
 
-BulkOverlapMatmulBackward::Result bulk_overlap_matmul_backward_kernel(const BulkOverlapMatmulBackward& call) {
+BulkOverlapMatmulBackward::Result bulk_overlap_matmul_backward_kernel(
+    const BulkOverlapMatmulBackward& call) {
   const auto& [x, weight] = std::tie(call.x, call.weight);
   const auto like = [](const Tensor& tensor, bool wanted) {
     return wanted ? at::empty_symint(tensor.sym_sizes(), tensor.options())
@@ -216,11 +220,10 @@ BulkOverlapMatmulBackward::Result bulk_overlap_matmul_backward_kernel(const Bulk
     products.push_back(product(operand(grad_rows), operand(weight), x_grad.flatten(0, -2)));
   }
   if (call.weight_wanted) {
-    products.push_back(
-        product(transposed_operand(grad_rows), operand(to_rows(x, 0)), weight_grad));
+    products.push_back(product(transposed_operand(grad_rows), operand(to_rows(x, 0)), weight_grad));
   }
-  run_concurrently(find_comm(kBulkOverlapMatmul, call.comm, call.group_size), call.algorithm, std::move(products),
-                   call.other_grad, collective, call.dim, other);
+  run_concurrently(find_comm(kBulkOverlapMatmul, call.comm, call.group_size), call.algorithm,
+                   std::move(products), call.other_grad, collective, call.dim, other);
   return out;
 }
 
@@ -262,10 +265,10 @@ void BulkOverlapMatmul::backward(Backward<BulkOverlapMatmul>& pass) {
     return;
   }
   if (other_wanted) {
-    pass.set(call.other, gathers(call.collective)
-                             ? ops::reduce_scatter(other_grad, dim, "sum", call.comm,
-                                                   call.group_size)
-                             : ops::all_gather(other_grad, dim, call.comm, call.group_size));
+    pass.set(call.other,
+             gathers(call.collective)
+                 ? ops::reduce_scatter(other_grad, dim, "sum", call.comm, call.group_size)
+                 : ops::all_gather(other_grad, dim, call.comm, call.group_size));
   }
   if (x_wanted) pass.set(call.x, grad.matmul(call.weight));
   if (weight_wanted) pass.set(call.weight, grad.flatten(0, -2).t().mm(call.x.flatten(0, -2)));

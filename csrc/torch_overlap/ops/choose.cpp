@@ -184,8 +184,7 @@ std::string unsupported_reason(Algorithm algorithm, const OverlapProblem& proble
 // their kernels would wait for each other's SMs.
 bool should_use_fused(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                       ChannelLookup lookup) {
-  return problem.local_k > 0 &&
-         ops::fused_allreduce_bytes(problem, *comm) == 0 &&
+  return problem.local_k > 0 && ops::fused_allreduce_bytes(problem, *comm) == 0 &&
          unsupported_reason(Algorithm::fused, problem, comm, lookup).empty() &&
          !shares_devices(problem, *comm);
 }

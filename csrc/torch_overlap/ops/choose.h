@@ -101,10 +101,9 @@ bool is_shape_only(const at::Tensor& x);
 // until set_tuning() or until the capabilities of its channels change. `check`, if set, is called
 // before anything is sent; its exceptions propagate. Empty in an ExplainScope: the operator returns
 // without computing.
-TORCH_OVERLAP_API std::optional<Algorithm> choose_algorithm(const OverlapProblem& problem,
-                                             std::string_view algorithm,
-                                             const std::shared_ptr<TorchComm>& comm,
-                                             const std::function<void()>& check = {});
+TORCH_OVERLAP_API std::optional<Algorithm> choose_algorithm(
+    const OverlapProblem& problem, std::string_view algorithm,
+    const std::shared_ptr<TorchComm>& comm, const std::function<void()>& check = {});
 // The same for the forward pass of an operator whose gradient has "bulk": "bulk" overlaps only the
 // communication of gradients.
 std::optional<Algorithm> choose_forward(const OverlapProblem& problem, std::string_view algorithm,

@@ -25,7 +25,7 @@ void check_exchange_algorithm(std::string_view op, std::string_view algorithm);
 // `problem`: the sizes and the capacity that channels need. The result is the same on all ranks.
 // Empty in an ExplainScope.
 std::optional<Algorithm> choose_exchange(const OverlapProblem& problem, std::string_view algorithm,
-                          const std::shared_ptr<TorchComm>& comm);
+                                         const std::shared_ptr<TorchComm>& comm);
 
 // all_to_all(x, 0, -1) of the rows of several matrices: every rank's columns of this rank's rows,
 // side by side in rank order, and the matrices side by side.

@@ -28,7 +28,8 @@ Tensor allocate(const MatmulAllReduce& call) {
 Tensor matmul_all_reduce_kernel(const MatmulAllReduce& call) {
   auto out = allocate(call);
   if (is_shape_only(call.x)) return out;
-  const auto product = product_of(call, find_comm(kMatmulAllReduce, call.comm, call.group_size), out);
+  const auto product =
+      product_of(call, find_comm(kMatmulAllReduce, call.comm, call.group_size), out);
   const auto algorithm = choose_forward(problem_of(product), call.algorithm, product.comm);
   if (algorithm) run(product, *algorithm);
   return out;
@@ -74,7 +75,8 @@ bool is_pipelined(const std::shared_ptr<TorchComm>& comm, const Tensor& sum,
   return chosen != Algorithm::sequential;
 }
 
-MatmulAllReduceBackward::Result matmul_all_reduce_backward_kernel(const MatmulAllReduceBackward& call) {
+MatmulAllReduceBackward::Result matmul_all_reduce_backward_kernel(
+    const MatmulAllReduceBackward& call) {
   const Tensor& weight = call.weight;
   const auto wanted_like = [&](const Tensor& operand, bool wanted) {
     return wanted ? at::empty_symint(operand.sym_sizes(), call.x.options())

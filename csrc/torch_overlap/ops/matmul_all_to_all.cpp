@@ -27,11 +27,11 @@ std::vector<Tensor> allocate(const MatmulAllToAll& call) {
     const Tensor& weight = call.weights[i];
     check_weight(kMatmulAllToAll, x, weight, static_cast<int64_t>(i));
     const auto features = weight.sym_size(0);
-    TORCH_OVERLAP_CHECK(
-        (features % call.group_size).sym_eq(0).expect_true(__FILE__, __LINE__), kValue, kMatmulAllToAll,
-        ": expected out_features divisible by the group size ", call.group_size, " for weights[", i,
-        "], got ", features, " in shape ", weight.sym_sizes(),
-        ". Pad it, or give each rank whole heads.");
+    TORCH_OVERLAP_CHECK((features % call.group_size).sym_eq(0).expect_true(__FILE__, __LINE__),
+                        kValue, kMatmulAllToAll,
+                        ": expected out_features divisible by the group size ", call.group_size,
+                        " for weights[", i, "], got ", features, " in shape ", weight.sym_sizes(),
+                        ". Pad it, or give each rank whole heads.");
     const auto bias = optional_at(call.biases, i);
     if (bias) check_bias(kMatmulAllToAll, x, *bias, weight, static_cast<int64_t>(i));
     sizes.back() = features / call.group_size;
@@ -78,8 +78,7 @@ std::vector<Tensor> matmul_all_to_all_kernel(const MatmulAllToAll& call) {
   if (!chosen) return out;
   if (chosen == Algorithm::sequential) {
     for (size_t i = 0; i < results.size(); ++i) {
-      const auto product =
-          at::empty({inputs.size(0), call.weights[i].size(0)}, call.x.options());
+      const auto product = at::empty({inputs.size(0), call.weights[i].size(0)}, call.x.options());
       multiply_features(call, i, inputs, 0, product);
       all_to_all_columns(*comm, product, results[i]);
     }
@@ -161,7 +160,8 @@ void multiply_for_x(const MatmulAllToAllBackward& call, RowExchange& outputs,
   }
 }
 
-MatmulAllToAllBackward::Result matmul_all_to_all_backward_kernel(const MatmulAllToAllBackward& call) {
+MatmulAllToAllBackward::Result matmul_all_to_all_backward_kernel(
+    const MatmulAllToAllBackward& call) {
   auto out = allocate(call);
   if (is_shape_only(call.x)) return out;
   auto& [x_grad, weight_grads, bias_grads] = out;

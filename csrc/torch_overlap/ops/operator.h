@@ -115,8 +115,8 @@ class Autocast {
 template <typename Call, c10::DeviceType kDevice>
 typename Call::Result autocast_kernel(const Call& call) {
   const Autocast<kDevice> cast;
-  Call casted = std::apply([&](const auto&... fields) { return Call{cast(fields)...}; },
-                           Call::fields(call));
+  Call casted =
+      std::apply([&](const auto&... fields) { return Call{cast(fields)...}; }, Call::fields(call));
   // The operand of a collective that is no product keeps its dtype.
   if constexpr (requires { call.other; }) casted.other = call.other;
   return Operator<Call>::dispatch(casted);
@@ -128,8 +128,8 @@ typename Call::Result autocast_kernel(const Call& call) {
 #define TORCH_OVERLAP_AUTOGRAD(Call, kernel) \
   TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl<Call, kernel>(); }
 // Registers autocast on CPUs and GPUs.
-#define TORCH_OVERLAP_AUTOCAST(Call)                                                          \
-  TORCH_OVERLAP_KERNELS(AutocastCPU, m) { m.impl<Call, autocast_kernel<Call, at::kCPU>>(); }  \
+#define TORCH_OVERLAP_AUTOCAST(Call)                                                         \
+  TORCH_OVERLAP_KERNELS(AutocastCPU, m) { m.impl<Call, autocast_kernel<Call, at::kCPU>>(); } \
   TORCH_OVERLAP_KERNELS(AutocastCUDA, m) { m.impl<Call, autocast_kernel<Call, at::kCUDA>>(); }
 
 }  // namespace torch_overlap::ops

@@ -61,7 +61,7 @@ void gather_then_multiply(const GatherProducts& products) {
     checked.emplace_back(products.op, product_with_lhs(args, rows, scales));
   }
   if (scales.defined()) comm.all_gather_single(scales, products.scales, /*async_op=*/false);
-  // As bytes if they are 8-bit floats, which not every backend has.
+  // 8-bit floats are sent as bytes, because not every backend has them.
   const auto sent = [](const at::Tensor& data) {
     return c10::isFloat8Type(data.scalar_type()) ? data.view(at::kByte) : data;
   };
@@ -81,9 +81,8 @@ GatherBuffers gather_buffers(const GatherProducts& products, Algorithm algorithm
   if (algorithm == Algorithm::pipelined) {
     const auto rows = [&](const at::Tensor& own, const at::Tensor& gathered) {
       if (!own.defined()) return GatheredRows{};
-      return GatheredRows{.own = own,
-                          .all = gathered.defined() ? gathered : all_rows_like(*comm, own),
-                          .copy = {}};
+      return GatheredRows{
+          .own = own, .all = gathered.defined() ? gathered : all_rows_like(*comm, own), .copy = {}};
     };
     return {.channel = pipeline_channel(products.op, comm, OperatorChannel::gather),
             .data = rows(products.own, products.gathered),
@@ -239,17 +238,16 @@ OverlapProblem problem_of(const GatherProducts& products) {
   const int64_t k = products.own.size(1);
   const auto dtype = products.gemms.at(0).out.scalar_type();
   const bool is_scaled = products.gemms[0].rhs.scaling != ScalingMode::NO_SCALING;
-  OverlapProblem problem{
-      .op = products.op,
-      .dtype = dtype,
-      .m = rows * comm.size(),
-      .k = k,
-      .chunk_rows = rows,
-      .gather_bytes = gather_bytes(comm, products.own, products.scales),
-      .local_k = k,
-      .types = fused_types(products.gemms[0], products.own.scalar_type(), dtype),
-      .low_latency_bytes = is_scaled ? std::nullopt : std::optional<int64_t>(0),
-      .can_pipeline = is_channel_dtype(dtype)};
+  OverlapProblem problem{.op = products.op,
+                         .dtype = dtype,
+                         .m = rows * comm.size(),
+                         .k = k,
+                         .chunk_rows = rows,
+                         .gather_bytes = gather_bytes(comm, products.own, products.scales),
+                         .local_k = k,
+                         .types = fused_types(products.gemms[0], products.own.scalar_type(), dtype),
+                         .low_latency_bytes = is_scaled ? std::nullopt : std::optional<int64_t>(0),
+                         .can_pipeline = is_channel_dtype(dtype)};
   for (const GemmArgs& args : products.gemms) {
     problem.local_n.push_back(features_of(args.rhs));
     problem.n += comm.size() * problem.local_n.back();
@@ -299,10 +297,9 @@ OverlapProblem problem_of(const ScatterProducts& products) {
           .local_n = {columns},
           .local_k = may_fuse ? k : 0,
           .types = fused_types(gemms[0], gemms[0].lhs.data.scalar_type(), dtype),
-          .low_latency_bytes =
-              is_scaled || !may_fuse
-                  ? std::nullopt
-                  : std::optional(low_latency_bytes(comm, rows, columns, dtype)),
+          .low_latency_bytes = is_scaled || !may_fuse
+                                   ? std::nullopt
+                                   : std::optional(low_latency_bytes(comm, rows, columns, dtype)),
           .can_pipeline = is_channel_dtype(dtype)};
 }
 

@@ -24,7 +24,8 @@ int64_t block_count(int64_t rows, int64_t features) {
 }
 
 // The product of some rows.
-GemmArgs product_of_rows(const ReduceProduct& product, const RowRange& rows, const at::Tensor& out) {
+GemmArgs product_of_rows(const ReduceProduct& product, const RowRange& rows,
+                         const at::Tensor& out) {
   GemmArgs args = ops::product_of_rows(product.gemm, rows.begin, rows.length, out);
   args.overlaps_communication = rows.length < product.out.size(0);
   return args;
@@ -162,8 +163,8 @@ int64_t low_latency_bytes(const TorchComm& comm, int64_t rows, int64_t columns,
 
 void run_low_latency(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                      ReduceGemm problem) {
-  const auto bytes = low_latency_bytes(*comm, problem.rows.rows, problem.out.size(1),
-                                       problem.out.scalar_type());
+  const auto bytes =
+      low_latency_bytes(*comm, problem.rows.rows, problem.out.size(1), problem.out.scalar_type());
   run_low_latency_sum(op, *operator_channel(op, comm, OperatorChannel::sum, bytes),
                       std::move(problem));
 }

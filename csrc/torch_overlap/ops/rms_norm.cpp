@@ -126,8 +126,9 @@ MatmulAllReduce without_norm(const MatmulAllReduceRmsNorm& call) {
           .algorithm = call.algorithm};
 }
 
-// Returns the algorithm of the product and its sum. The measurement is of a sum without a norm. With
-// a norm after it, one kernel that does both is faster than a sum that saves a copy of its operand.
+// Returns the algorithm of the product and its sum. The measurement is of a sum without a norm.
+// With a norm after it, one kernel that does both is faster than a sum that saves a copy of its
+// operand.
 std::optional<Algorithm> choose_with_norm(const ReduceProduct& product,
                                           std::string_view algorithm) {
   auto chosen = choose_forward(problem_of(product), algorithm, product.comm);

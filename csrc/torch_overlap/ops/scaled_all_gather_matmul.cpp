@@ -53,14 +53,15 @@ ScaledAllGatherMatmul::Result allocate(const ScaledAllGatherMatmul& call,
   auto& [products, gathered, gathered_scales] = out;
   gathered =
       call.return_gathered ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
-  gathered_scales = call.return_gathered && modes.gathers_scales()
-                        ? at::empty_symint({scales.sym_size(0) * call.group_size,
-                                            scales.sym_size(1)},
-                                           scales.options())
-                        : at::empty({0}, scales.options());
+  gathered_scales =
+      call.return_gathered && modes.gathers_scales()
+          ? at::empty_symint({scales.sym_size(0) * call.group_size, scales.sym_size(1)},
+                             scales.options())
+          : at::empty({0}, scales.options());
   for (size_t i = 0; i < weights.size(); ++i) {
-    check_scaled_weight(kScaledAllGather, x, weights[i], call.weights_scale_inv[i], optional_at(call.biases, i),
-                        call.out_dtype, modes, static_cast<int64_t>(i));
+    check_scaled_weight(kScaledAllGather, x, weights[i], call.weights_scale_inv[i],
+                        optional_at(call.biases, i), call.out_dtype, modes,
+                        static_cast<int64_t>(i));
     sizes.back() = weights[i].sym_size(0);
     products.push_back(at::empty_symint(sizes, x.options().dtype(call.out_dtype)));
   }
@@ -68,9 +69,9 @@ ScaledAllGatherMatmul::Result allocate(const ScaledAllGatherMatmul& call,
 }
 
 ScaledAllGatherMatmul::Result scaled_all_gather_matmul_kernel(const ScaledAllGatherMatmul& call) {
-  const auto input = check_scaled_x(kScaledAllGather, call.x, call.x_scale_inv, call.group_size,
-                                    call.gather_dim, "gather_dim", call.out_dtype, call.algorithm,
-                                    call.scaling_mode);
+  const auto input =
+      check_scaled_x(kScaledAllGather, call.x, call.x_scale_inv, call.group_size, call.gather_dim,
+                     "gather_dim", call.out_dtype, call.algorithm, call.scaling_mode);
   const auto& [dim, modes] = input;
   auto out = allocate(call, input);
   if (is_shape_only(call.x)) return out;
@@ -103,8 +104,8 @@ ScaledAllGatherMatmul::Result scaled_all_gather_matmul_kernel(const ScaledAllGat
   // With block scales the rows of a chunk must be valid for every algorithm, so the check runs
   // before the choice.
   if (row_unit(modes) > 1) check(problem);
-  const auto algorithm = choose_algorithm(problem_of(problem), call.algorithm, problem.comm,
-                                          [&] { check(problem); });
+  const auto algorithm =
+      choose_algorithm(problem_of(problem), call.algorithm, problem.comm, [&] { check(problem); });
   if (!algorithm) return out;
   run(problem, *algorithm);
   for (size_t i = 0; i < products.size(); ++i) {

@@ -30,18 +30,19 @@ struct ScaledMatmulAllReduce {
   template <typename Self>
   static auto fields(Self& self) {
     return std::tie(self.x, self.x_scale_inv, self.weight, self.weight_scale_inv, self.bias,
-                    self.comm, self.group_size, self.op, self.out_dtype,
-                    self.use_split_accumulator, self.algorithm, self.scaling_mode);
+                    self.comm, self.group_size, self.op, self.out_dtype, self.use_split_accumulator,
+                    self.algorithm, self.scaling_mode);
   }
 };
 
 Tensor scaled_matmul_all_reduce_kernel(const ScaledMatmulAllReduce& call) {
-  const auto modes = check_scaled_x(kScaledAllReduce, call.x, call.x_scale_inv, call.group_size, /*dim=*/0,
-                                    "rows", call.out_dtype, call.algorithm, call.scaling_mode)
-                         .modes;
+  const auto modes =
+      check_scaled_x(kScaledAllReduce, call.x, call.x_scale_inv, call.group_size, /*dim=*/0, "rows",
+                     call.out_dtype, call.algorithm, call.scaling_mode)
+          .modes;
   check_choice(kScaledAllReduce, "op", "sum avg", call.op);
-  check_scaled_weight(kScaledAllReduce, call.x, call.weight, call.weight_scale_inv, call.bias, call.out_dtype,
-                      modes);
+  check_scaled_weight(kScaledAllReduce, call.x, call.weight, call.weight_scale_inv, call.bias,
+                      call.out_dtype, modes);
   auto sizes = call.x.sym_sizes().vec();
   sizes.back() = call.weight.sym_size(0);
   auto out = at::empty_symint(sizes, call.x.options().dtype(call.out_dtype));
@@ -56,8 +57,8 @@ Tensor scaled_matmul_all_reduce_kernel(const ScaledMatmulAllReduce& call) {
       .out = as_rows(out),
       .row_unit = row_unit(modes)};
   // Every algorithm checks its products before it sends.
-  const auto algorithm = choose_algorithm(problem_of(product), call.algorithm, product.comm,
-                                          [&] { check(product); });
+  const auto algorithm =
+      choose_algorithm(problem_of(product), call.algorithm, product.comm, [&] { check(product); });
   if (algorithm) run(product, *algorithm);
   return out;
 }

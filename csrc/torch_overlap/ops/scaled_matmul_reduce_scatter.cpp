@@ -37,13 +37,13 @@ struct ScaledMatmulReduceScatter {
 };
 
 Tensor scaled_matmul_reduce_scatter_kernel(const ScaledMatmulReduceScatter& call) {
-  const auto [dim, modes] =
-      check_scaled_x(kScaledReduceScatter, call.x, call.x_scale_inv, call.group_size, call.scatter_dim,
-                     "scatter_dim", call.out_dtype, call.algorithm, call.scaling_mode);
+  const auto [dim, modes] = check_scaled_x(kScaledReduceScatter, call.x, call.x_scale_inv,
+                                           call.group_size, call.scatter_dim, "scatter_dim",
+                                           call.out_dtype, call.algorithm, call.scaling_mode);
   check_choice(kScaledReduceScatter, "op", "sum avg", call.op);
   check_divisible(kScaledReduceScatter, call.x, dim, call.group_size);
-  check_scaled_weight(kScaledReduceScatter, call.x, call.weight, call.weight_scale_inv, call.bias, call.out_dtype,
-                      modes);
+  check_scaled_weight(kScaledReduceScatter, call.x, call.weight, call.weight_scale_inv, call.bias,
+                      call.out_dtype, modes);
   auto sizes = call.x.sym_sizes().vec();
   sizes[dim] = sizes[dim] / call.group_size;
   sizes.back() = call.weight.sym_size(0);
@@ -61,8 +61,8 @@ Tensor scaled_matmul_reduce_scatter_kernel(const ScaledMatmulReduceScatter& call
   // Every algorithm checks its products before it sends. With block scales the rows of a chunk must
   // be valid for every algorithm, so the check runs before the choice.
   if (row_unit(modes) > 1) check(problem);
-  const auto algorithm = choose_algorithm(problem_of(problem), call.algorithm, problem.comm,
-                                          [&] { check(problem); });
+  const auto algorithm =
+      choose_algorithm(problem_of(problem), call.algorithm, problem.comm, [&] { check(problem); });
   if (!algorithm) return out;
   run(problem, *algorithm);
   copy_rows_back(problem.out, out, dim);

@@ -184,18 +184,18 @@ void CommOverlapP2PBase::do_rs(std::string_view op, const GemmArgs& args, const 
       kUnsupported, op, ": expected parts of a multiple of ", kScaledRows, " rows with ",
       args.lhs.swizzled ? "swizzled scales" : to_string(args.lhs.scaling), ", got parts of ",
       rows().largest(), "; use PIPELINE, or scales with a row for each of lhs");
-  run_scatter_gemm(op, channel(),
-                   {.gemms = {product},
-                    .rows = rows(),
-                    .partial = get_buffer(),
-                    .received = channel().data(
-                        scratch_offset(config()),
-                        {config().tp_size * rows().largest(), get_buffer().size(1)},
-                        get_buffer().scalar_type()),
-                    .out = rs_output,
-                    .scale_inv = scale_of_sum(op),
-                    .factor = 1,
-                    .bias = args.epilogue.bias});
+  run_scatter_gemm(
+      op, channel(),
+      {.gemms = {product},
+       .rows = rows(),
+       .partial = get_buffer(),
+       .received = channel().data(scratch_offset(config()),
+                                  {config().tp_size * rows().largest(), get_buffer().size(1)},
+                                  get_buffer().scalar_type()),
+       .out = rs_output,
+       .scale_inv = scale_of_sum(op),
+       .factor = 1,
+       .bias = args.epilogue.bias});
   set_path(op, describe(op, config().tp_size));
 }
 

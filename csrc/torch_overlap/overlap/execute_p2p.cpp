@@ -180,13 +180,14 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
       computed.push_back(lanes.mark(lane));
       const Exchange& exchange = schedule.exchanges[i];
       lanes.after(comm, computed.back());
-      session.exchange(comm, {.to = exchange.to,
-                              .give = rows_of_rank(problem.partial, rows, chunk),
-                              .at = slots_offset + rank * rows.largest() * row_bytes(problem.partial),
-                              .flag = rank,
-                              .from = exchange.from,
-                              .get = sum.parts[exchange.from],
-                              .get_flag = exchange.from});
+      session.exchange(comm,
+                       {.to = exchange.to,
+                        .give = rows_of_rank(problem.partial, rows, chunk),
+                        .at = slots_offset + rank * rows.largest() * row_bytes(problem.partial),
+                        .flag = rank,
+                        .from = exchange.from,
+                        .get = sum.parts[exchange.from],
+                        .get_flag = exchange.from});
     }
     // On the lane of this rank's GEMM, which is the last one.
     session.wait_for_flags(lane, flags_of_others(channel.group(), 0));
