@@ -387,6 +387,23 @@ def gathered_by_some(comm, algorithm, number, users, create_graph):
     check(of_w.detach(), grads[me].t() @ whole)
 
 
+def gathered_alone(comm, algorithm, number, dtype):
+    me, size, data = comm.get_rank(), comm.get_size(), Data(number)
+    xs, grads = [data(4, 5) for _ in range(size)], [data(4 * size, 5) for _ in range(size)]
+    x, w = leaf(xs[me].to(dtype)), leaf(data(3, 5).to(dtype))
+    _, gathered = ops.all_gather_matmul(x, [w], comm, return_gathered=True, algorithm=algorithm)
+    (gathered * grads[me].to(dtype)).sum().backward()
+    near = {} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(x.grad.double(), sum(grads).double().chunk(size)[me], **near)
+    assert w.grad is None
+
+
+@pytest.mark.parametrize("algorithm", FORCED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_gathered_x_alone_is_used(algorithm, dtype, seed):
+    on_ranks(gathered_alone, 2, algorithm, seed, dtype)
+
+
 @pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("users", [(), (0,), (1,), (0, 1)])
 @pytest.mark.parametrize("create_graph", [False, True])
