@@ -18,7 +18,13 @@ OverlapProblem problem_of(at::ScalarType dtype, int64_t rows) {
 }
 
 Algorithm chosen(std::string_view algorithm, const std::shared_ptr<TorchComm>& comm, int64_t rows) {
-  return choose_algorithm(problem_of(at::kFloat, rows), algorithm, comm);
+  return choose_algorithm(problem_of(at::kFloat, rows), algorithm, comm).value();
+}
+
+Choice explained(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
+  const ExplainScope scope;
+  EXPECT_EQ(choose_algorithm(problem, "auto", comm), std::nullopt);
+  return scope.choice.value();
 }
 
 // Sets the tuning for all ranks, which are threads of one process.
@@ -143,8 +149,8 @@ TEST(ChooseAlgorithm, TakesWhatIsQuickestForLikeSizes) {
       SCOPED_TRACE(concat(m, " x ", n, " x ", k));
       const OverlapProblem problem{
           .op = "op", .dtype = at::kFloat, .m = m, .n = n, .k = k, .chunk_rows = 1};
-      EXPECT_EQ(to_string(choose_algorithm(problem, "auto", comm)), algorithm);
-      const auto choice = explain_algorithm(problem, "auto", comm);
+      EXPECT_EQ(to_string(choose_algorithm(problem, "auto", comm).value()), algorithm);
+      const auto choice = explained(problem, comm);
       EXPECT_EQ(to_string(choice.algorithm), algorithm);
       EXPECT_EQ(choice.decided_by, decided_by);
       if (!why.empty()) {
@@ -152,10 +158,10 @@ TEST(ChooseAlgorithm, TakesWhatIsQuickestForLikeSizes) {
       }
       OverlapProblem other = problem;
       other.dtype = at::kDouble;
-      EXPECT_EQ(explain_algorithm(other, "auto", comm).decided_by, "rule");
+      EXPECT_EQ(explained(other, comm).decided_by, "rule");
       other = problem;
       other.op = "another op";
-      EXPECT_EQ(explain_algorithm(other, "auto", comm).decided_by, "rule");
+      EXPECT_EQ(explained(other, comm).decided_by, "rule");
     }
     tune(comm, TuningSource::cache, {});
     tune(comm, TuningSource::table, {});
