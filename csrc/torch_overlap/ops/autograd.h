@@ -74,12 +74,13 @@ bool needs_autograd(const Call& call) {
 inline variable_list to_list(Tensor result) { return {std::move(result)}; }
 inline variable_list to_list(std::vector<Tensor> result) { return result; }
 inline variable_list to_list(std::tuple<Tensor, Tensor> result) {
-  return {std::get<0>(std::move(result)), std::get<1>(std::move(result))};
+  auto& [first, second] = result;
+  return {std::move(first), std::move(second)};
 }
 inline variable_list to_list(std::tuple<std::vector<Tensor>, Tensor> result) {
-  auto list = std::get<0>(std::move(result));
-  list.push_back(std::get<1>(std::move(result)));
-  return list;
+  auto& [list, last] = result;
+  list.push_back(std::move(last));
+  return std::move(list);
 }
 template <typename Result>
 Result from_list(variable_list list) {

@@ -395,7 +395,7 @@ std::optional<Algorithm> choose_algorithm(const OverlapProblem& problem, std::st
     return std::nullopt;
   }
   const auto asked = algorithm_of(algorithm);
-  if (asked && !can_be_unsupported(*asked)) return *asked;
+  if (asked && !can_be_unsupported(*asked)) return asked;
   return ChoiceCache::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
     if (check) check();
     return choose(problem, algorithm, comm, ChannelLookup::make).algorithm;

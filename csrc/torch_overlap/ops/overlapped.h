@@ -117,6 +117,6 @@ std::optional<FusedTypes> fused_types(const GemmArgs& args, at::ScalarType lhs, 
 int64_t low_latency_bytes(const TorchComm& comm, int64_t rows, int64_t columns,
                           at::ScalarType dtype);
 void run_low_latency(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                     ReduceGemm problem);
+                     const ReduceGemm& problem);
 
 }  // namespace torch_overlap::ops

@@ -162,11 +162,10 @@ int64_t low_latency_bytes(const TorchComm& comm, int64_t rows, int64_t columns,
 }
 
 void run_low_latency(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                     ReduceGemm problem) {
+                     const ReduceGemm& problem) {
   const auto bytes =
       low_latency_bytes(*comm, problem.rows.rows, problem.out.size(1), problem.out.scalar_type());
-  run_low_latency_sum(op, *operator_channel(op, comm, OperatorChannel::sum, bytes),
-                      std::move(problem));
+  run_low_latency_sum(op, *operator_channel(op, comm, OperatorChannel::sum, bytes), problem);
 }
 
 OverlapProblem problem_of(const ReduceProduct& product) {
