@@ -29,7 +29,9 @@ class CallbackBootstrap final : public Bootstrap {
     auto all = callbacks_.all_gather(mine);
     TORCH_OVERLAP_CHECK(static_cast<int>(all.size()) == size(), kValue,
                         "all_gather: expected the callback to return what ", size(),
-                        " ranks gave, got ", all.size(), " entries");
+                        " ranks gave, got ", all.size(),
+                        " entries. Return the bytes of every rank, by "
+                        "rank.");
     return all;
   }
   void barrier() override { callbacks_.barrier(); }
@@ -54,10 +56,13 @@ std::shared_ptr<OverlapGroup> OverlapGroup::of(const std::shared_ptr<TorchComm>&
 std::shared_ptr<OverlapGroup> OverlapGroup::of(Callbacks callbacks, int rank, int size,
                                                c10::Device device, std::string name,
                                                std::chrono::milliseconds timeout) {
-  TORCH_OVERLAP_CHECK(callbacks.all_gather && callbacks.barrier, kType,
-                      "OverlapGroup: expected two callbacks, all_gather and barrier");
+  TORCH_OVERLAP_CHECK(
+      callbacks.all_gather && callbacks.barrier, kType,
+      "OverlapGroup: expected two callbacks, all_gather and barrier, got an empty one. "
+      "Pass functions.");
   TORCH_OVERLAP_CHECK(size > 0 && rank >= 0 && rank < size, kValue,
-                      "OverlapGroup: expected a rank in [0, ", size, "), got ", rank);
+                      "OverlapGroup: expected a rank in [0, ", size, "), got ", rank,
+                      ". Pass this process's rank and the number of processes.");
   std::shared_ptr<OverlapGroup> group(new OverlapGroup);
   group->is_outside_ = true;
   group->callbacks_ = std::move(callbacks);
@@ -94,12 +99,12 @@ void OverlapGroup::require_active(std::string_view op) const {
   if (is_outside_) return;
   const auto comm = comm_.lock();
   TORCH_OVERLAP_CHECK(comm, kState, op, ": expected a live communicator, got '", name_,
-                      "', which is gone");
+                      "', which is gone. Keep it as long as its buffers are used.");
   comm->require_own_process(op);
   TORCH_OVERLAP_CHECK(!comm->is_finalized(), kState, op, ": expected a live communicator, got '",
-                      name_, "', which is finalized");
+                      name_, "', which is finalized. Make a new one.");
   TORCH_OVERLAP_CHECK(!comm->is_aborted(), kState, op, ": expected a live communicator, got '",
-                      name_, "', which was aborted");
+                      name_, "', which was aborted. reconfigure() it, or make a new one.");
   TORCH_OVERLAP_CHECK(comm->generation() == generation_, kState, op,
                       ": expected the members that the buffer was made for, got '", name_,
                       "' after reconfigure(); make a new buffer");
@@ -145,7 +150,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
     for (int rank = 1; rank < group->size(); ++rank) {
       TORCH_OVERLAP_CHECK(digests[rank] == digests[0], kValue, request.op,
                           ": expected the same on all ranks, got ", digests[0], " on rank 0 and ",
-                          digests[rank], " on rank ", rank);
+                          digests[rank], " on rank ", rank, ". Pass equal arguments on all ranks.");
     }
     if (!group->can_map_peers()) {
       channel->unsupported_reason_ = PretendUnreachable::kReason;

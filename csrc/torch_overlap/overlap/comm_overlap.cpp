@@ -121,7 +121,7 @@ at::Tensor CommOverlapCore::get_buffer(bool local_chunk) const {
 at::Tensor CommOverlapCore::get_buffer_chunk_by_id(int chunk_id) const {
   TORCH_OVERLAP_CHECK(chunk_id >= 0 && chunk_id < config_.tp_size, kValue,
                       "get_buffer_chunk_by_id: expected a chunk in [0, ", config_.tp_size,
-                      "), got ", chunk_id);
+                      "), got ", chunk_id, ". Pass a rank of the group.");
   const auto lock = channel_->lock();
   return get_buffer().narrow(0, rows().begin(chunk_id), rows().length(chunk_id));
 }
@@ -132,14 +132,14 @@ void CommOverlapCore::copy_into_buffer(const Tensor& input, bool local_chunk) {
   TORCH_OVERLAP_CHECK(input.defined() && input.element_size() == target.element_size(), kType,
                       "copy_into_buffer: expected elements of ", target.element_size(),
                       " bytes, as the buffer's, got ",
-                      input.defined() ? concat(input.scalar_type()) : "no tensor");
+                      input.defined() ? concat(input.scalar_type()) : "no tensor", ". Convert it.");
   TORCH_OVERLAP_CHECK(input.sizes() == target.sizes(), kValue,
                       "copy_into_buffer: expected a tensor of shape ", target.sizes(), " for ",
                       local_chunk ? "the rows of this rank" : "the whole buffer", ", got ",
-                      input.sizes());
+                      input.sizes(), ". local_chunk selects which of them is copied.");
   TORCH_OVERLAP_CHECK(input.device() == target.device(), kType,
                       "copy_into_buffer: expected a tensor on ", target.device(), ", got ",
-                      input.device());
+                      input.device(), ". Move it.");
   const OverlapChannel::Use use(*channel_);
   target.copy_(input.scalar_type() == target.scalar_type() ? input
                                                            : input.view(target.scalar_type()));
@@ -149,14 +149,15 @@ void CommOverlapCore::set_ubuf_scale_inv(const Tensor& scale_inv) {
   TORCH_OVERLAP_CHECK(is_fp8_ubuf(), kType,
                       "set_ubuf_scale_inv: expected a buffer of 8-bit "
                       "elements, got one of ",
-                      config_.buffer_dtype);
+                      config_.buffer_dtype, ". A buffer of another dtype has no scale.");
   TORCH_OVERLAP_CHECK(
       scale_inv.defined() && scale_inv.scalar_type() == at::kFloat && scale_inv.numel() == 1 &&
           scale_inv.device() == group().device(),
       kType, "set_ubuf_scale_inv: expected one float32 on ", group().device(), ", got ",
       scale_inv.defined()
           ? concat(scale_inv.sizes(), " ", scale_inv.scalar_type(), " on ", scale_inv.device())
-          : "no tensor");
+          : "no tensor",
+      ". Pass the inverse of the scale that the buffer's elements were multiplied by.");
   const auto lock = channel_->lock();
   scale_inv_ = scale_inv;
 }
@@ -170,7 +171,7 @@ at::Tensor CommOverlapCore::scale_of_sum(std::string_view op) const {
   if (!is_fp8_ubuf()) return {};
   TORCH_OVERLAP_CHECK(scale_inv_.defined(), kState, op,
                       ": Missing inverse scaling factor: expected set_ubuf_scale_inv() before the "
-                      "sum of an 8-bit buffer, got none");
+                      "sum of an 8-bit buffer, got none. Call it first.");
   return scale_inv_;
 }
 
@@ -183,16 +184,17 @@ void CommOverlapCore::check_rs_output(std::string_view op, std::string_view what
                       list_string(expected), " with contiguous rows, got ",
                       rs_output.defined()
                           ? concat(rs_output.sizes(), " of strides ", rs_output.strides())
-                          : "no tensor");
+                          : "no tensor",
+                      ". Pass a contiguous tensor for this rank's rows.");
   TORCH_OVERLAP_CHECK(rs_output.device() == group().device(), kType, op, ": expected rs_output on ",
-                      group().device(), ", got ", rs_output.device());
+                      group().device(), ", got ", rs_output.device(), ". Move it.");
   const bool fits = is_fp8_ubuf() ? c10::isReducedFloatingType(rs_output.scalar_type()) ||
                                         rs_output.scalar_type() == at::kFloat
                                   : rs_output.scalar_type() == config_.buffer_dtype;
   TORCH_OVERLAP_CHECK(fits && !(is_fp8_ubuf() && rs_output.element_size() == 1), kType, op,
                       ": expected rs_output of ",
                       is_fp8_ubuf() ? "float32, float16 or bfloat16" : concat(config_.buffer_dtype),
-                      ", got ", rs_output.scalar_type());
+                      ", got ", rs_output.scalar_type(), ". Convert the sum afterwards.");
 }
 
 void CommOverlapCore::check_bias_of_sum(std::string_view op, const Tensor& bias,
@@ -201,11 +203,12 @@ void CommOverlapCore::check_bias_of_sum(std::string_view op, const Tensor& bias,
   const int64_t columns = rs_output.size(1);
   TORCH_OVERLAP_CHECK(bias.dim() == 1 && bias.size(0) == columns && bias.is_contiguous(), kValue,
                       op, ": expected bias of shape [", columns, "], contiguous, got ",
-                      bias.sizes(), " of strides ", bias.strides());
+                      bias.sizes(), " of strides ", bias.strides(),
+                      ". Pass one element for each feature.");
   TORCH_OVERLAP_CHECK(
       bias.scalar_type() == rs_output.scalar_type() && bias.device() == rs_output.device(), kType,
       op, ": expected bias of ", rs_output.scalar_type(), " on ", rs_output.device(),
-      ", as rs_output, got ", bias.scalar_type(), " on ", bias.device());
+      ", as rs_output, got ", bias.scalar_type(), " on ", bias.device(), ". Convert one of them.");
 }
 
 // --- GEMMs --------------------------------------------------------------------------------------
@@ -214,7 +217,7 @@ void CommOverlapCore::require_bulk(std::string_view op) const {
   TORCH_OVERLAP_CHECK(
       has_bulk(), kUnsupported, op,
       ": Operation not supported. Expected a buffer of method BULK or PIPELINE, got ",
-      to_string(config_.method));
+      to_string(config_.method), ". Use split_overlap_ag or split_overlap_rs.");
 }
 
 void CommOverlapCore::require_split(std::string_view op, CommOverlapType type, bool atomic) const {
@@ -222,7 +225,8 @@ void CommOverlapCore::require_split(std::string_view op, CommOverlapType type, b
                       ": Operation not supported. Expected a buffer of ",
                       type == CommOverlapType::AG ? "method RING_EXCHANGE and type AG"
                                                   : "method PIPELINE or RING_EXCHANGE and type RS",
-                      ", got ", to_string(config_.method), " and ", to_string(config_.comm_type));
+                      ", got ", to_string(config_.method), " and ", to_string(config_.comm_type),
+                      ". Make a buffer of that kind.");
   TORCH_OVERLAP_CHECK(!atomic || config_.atomic_gemm, kState, op,
                       ": expected a buffer made with atomic_gemm, got one without; use ",
                       type == CommOverlapType::AG ? "split_overlap_ag" : "split_overlap_rs");
@@ -232,14 +236,18 @@ void CommOverlapCore::check_bulk(CommOverlapType type, const Tensor& rs_output) 
   constexpr std::string_view kOp = "bulk_overlap";
   require_bulk(kOp);
   TORCH_OVERLAP_CHECK(type == CommOverlapType::AG || type == CommOverlapType::RS, kValue, kOp,
-                      ": invalid collective type: expected AG or RS, got ", to_string(type));
+                      ": invalid collective type: expected AG or RS, got ", to_string(type),
+                      ". Use gemm without a buffer.");
   TORCH_OVERLAP_CHECK(config_.comm_type == CommOverlapType::NONE || config_.comm_type == type,
                       kValue, kOp, ": invalid collective type: expected that of the buffer, ",
-                      to_string(config_.comm_type), ", got ", to_string(type));
+                      to_string(config_.comm_type), ", got ", to_string(type),
+                      ". A buffer of type NONE takes both.");
   const auto lock = channel_->lock();
   const bool gathers = type == CommOverlapType::AG;
-  TORCH_OVERLAP_CHECK(gathers || config_.buffer_dtype != at::kByte, kType, kOp,
-                      ": expected a floating-point buffer for RS, got uint8, which has no sums");
+  TORCH_OVERLAP_CHECK(
+      gathers || config_.buffer_dtype != at::kByte, kType, kOp,
+      ": expected a floating-point buffer for RS, got uint8, which has no sums. Make "
+      "one of buffer_dtype float8_e4m3fn.");
   if (!gathers && rs_output.defined()) {
     check_rs_output(kOp, "bulk RS overlap auxiliary output", rs_output, config_.buffer_shape[1]);
   }
@@ -264,10 +272,11 @@ void CommOverlapCore::bulk_overlap_external_ag(CommOverlapCore& lender) {
   TORCH_OVERLAP_CHECK(has_bulk() && config_.comm_type != CommOverlapType::RS, kUnsupported, kOp,
                       ": Operation not supported. Expected a buffer of method BULK and type AG or "
                       "NONE, got ",
-                      to_string(config_.method), " and ", to_string(config_.comm_type));
+                      to_string(config_.method), " and ", to_string(config_.comm_type),
+                      ". Make a buffer of that kind.");
   TORCH_OVERLAP_CHECK(lender.group().device() == group().device(), kType, kOp,
                       ": expected a lender on ", group().device(), ", got one on ",
-                      lender.group().device());
+                      lender.group().device(), ". Pass a buffer of the same group.");
   do_external_ag(lender);
 }
 

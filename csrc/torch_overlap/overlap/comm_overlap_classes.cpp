@@ -86,7 +86,8 @@ GatheredRows CommOverlapP2PBase::gathered_scales(std::string_view op, const Gemm
   }
   const std::vector<int64_t> sizes{own.size(0), scales_per_row(lhs.scaling, own.size(1))};
   TORCH_OVERLAP_CHECK(own.element_size() == 1, kType, op, ": expected a buffer of 8-bit elements ",
-                      "with ", to_string(lhs.scaling), ", got ", config().buffer_dtype);
+                      "with ", to_string(lhs.scaling), ", got ", config().buffer_dtype,
+                      ". Make a buffer of the dtype of lhs.");
   TORCH_OVERLAP_CHECK(
       lhs.scale_inv.defined() && lhs.scale_inv.sizes() == at::IntArrayRef(sizes) &&
           lhs.scale_inv.element_size() == (is_mx ? 1 : 4) && lhs.scale_inv.device() == own.device(),
@@ -138,9 +139,10 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
                             own.element_size() == chunk.element_size(),
                         kValue, op, ": expected lhs to be this rank's rows, contiguous, ",
                         chunk.sizes(), " of ", config().buffer_dtype, ", got ", own.sizes(), " of ",
-                        own.scalar_type());
+                        own.scalar_type(),
+                        ". Pass get_buffer(local_chunk=True)'s shape and dtype.");
     TORCH_OVERLAP_CHECK(own.device() == chunk.device(), kType, op, ": expected lhs on ",
-                        chunk.device(), ", got ", own.device());
+                        chunk.device(), ", got ", own.device(), ". Move it.");
     whole.lhs.data = buffer.view(own.scalar_type());
   } else {
     whole.lhs.data = buffer;
@@ -151,10 +153,10 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
         gathered.sizes() == buffer.sizes() && gathered.element_size() == buffer.element_size(),
         kValue, op, ": AG->GEMM overlap auxiliary buffer is sized incorrectly: expected ",
         buffer.sizes(), " of ", config().buffer_dtype, ", got ", gathered.sizes(), " of ",
-        gathered.scalar_type());
+        gathered.scalar_type(), ". Pass a tensor like the whole buffer.");
     TORCH_OVERLAP_CHECK(gathered.device() == buffer.device(), kType, op,
                         ": expected the auxiliary buffer on ", buffer.device(), ", got ",
-                        gathered.device());
+                        gathered.device(), ". Move it.");
   }
   const GatheredRows scales = gathered_scales(op, args.lhs, own);
   if (scales.all.defined()) whole.lhs.scale_inv = scales.all;

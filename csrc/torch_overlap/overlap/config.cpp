@@ -24,7 +24,7 @@ std::string_view name_in(const std::array<std::string_view, n>& names, Enum valu
 
 void check_range(std::string_view op, std::string_view what, int value, int least, int most) {
   TORCH_OVERLAP_CHECK(value >= least && value <= most, kValue, op, ": expected ", what, " in [",
-                      least, ", ", most, "], got ", value);
+                      least, ", ", most, "], got ", value, ". Pass a value of that range.");
 }
 
 bool is_communicable(c10::ScalarType dtype) {
@@ -83,14 +83,14 @@ void CommOverlapConfig::validate(std::string_view op) const {
                       kValue, op,
                       ": invalid collective type: expected NONE (0), RS (1) or AG (2), "
                       "got ",
-                      static_cast<int64_t>(comm_type));
+                      static_cast<int64_t>(comm_type), ". Pass a CommOverlapType.");
   TORCH_OVERLAP_CHECK(
       method == Method::BULK || method == Method::PIPELINE || method == Method::RING_EXCHANGE,
       kValue, op, ": invalid method: expected BULK (1), PIPELINE (2) or RING_EXCHANGE (3), got ",
-      static_cast<int64_t>(method));
+      static_cast<int64_t>(method), ". Pass a CommOverlapMethod.");
   TORCH_OVERLAP_CHECK(comm_type != Type::NONE || method == Method::BULK, kValue, op,
                       ": invalid collective type: expected RS or AG for ", to_string(method),
-                      ", got NONE");
+                      ", got NONE. Only BULK serves both.");
   TORCH_OVERLAP_CHECK(!(method == Method::PIPELINE && comm_type == Type::AG), kUnsupported, op,
                       ": expected RS for PIPELINE, got AG. It reduces one piece of a product while "
                       "the next is computed, and what is gathered comes before the product; use "
@@ -101,20 +101,20 @@ void CommOverlapConfig::validate(std::string_view op) const {
   for (const int64_t size : buffer_shape) {
     TORCH_OVERLAP_CHECK(size > 0 && size <= std::numeric_limits<int32_t>::max(), kValue, op,
                         ": expected sizes in [1, 2^31) in buffer_shape, got ",
-                        list_string(buffer_shape));
+                        list_string(buffer_shape), ". Split the tokens over several buffers.");
   }
   TORCH_OVERLAP_CHECK(is_communicable(buffer_dtype), kType, op,
                       ": expected buffer_dtype to be one of float64, float32, float16, bfloat16, "
                       "float8_e4m3fn, float8_e5m2, uint8, got ",
-                      buffer_dtype);
+                      buffer_dtype, ". Convert the operand.");
   constexpr int64_t kMaxBytes = int64_t{1} << 47;  // size of the virtual address space
   const auto element = static_cast<int64_t>(c10::elementSize(buffer_dtype));
   TORCH_OVERLAP_CHECK(buffer_shape[0] <= kMaxBytes / buffer_shape[1] / element, kValue, op,
                       ": expected a buffer of at most 2^47 bytes, got buffer_shape ",
-                      list_string(buffer_shape), " of ", buffer_dtype);
+                      list_string(buffer_shape), " of ", buffer_dtype, ". Make a smaller one.");
   TORCH_OVERLAP_CHECK(!(buffer_dtype == c10::ScalarType::Byte && comm_type == Type::RS), kType, op,
                       ": expected a floating-point buffer_dtype for RS, got uint8, which has no "
-                      "sums");
+                      "sums. Use float8_e4m3fn.");
   check_range(op, "tp_size", tp_size, 1, 1 << 16);
   check_range(op, "num_splits", num_splits, 1, 64);
   check_range(op, "num_max_streams", num_max_streams, 1, 32);
@@ -141,7 +141,7 @@ void CommOverlapConfig::validate(std::string_view op) const {
                       ". It sends chunks round a ring, and others send none; pass relay_ag=False.");
   TORCH_OVERLAP_CHECK(!relay_ag || !aggregate_ag, kUnsupported, op,
                       ": expected aggregate_ag or relay_ag, got both; products of two chunks wait "
-                      "for their owners");
+                      "for their owners. Pass one of them.");
   TORCH_OVERLAP_CHECK(
       !atomic_gemm || method != Method::BULK, kValue, op,
       ": expected PIPELINE or RING_EXCHANGE with atomic_gemm, got BULK. Its "
