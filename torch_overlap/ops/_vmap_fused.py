@@ -5,6 +5,7 @@ Other operands must be shared by the elements: a product per element would commu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,57 +44,33 @@ def _after_batch_dim(x: Tensor, dim: int) -> int:
     return dim % rank + 1
 
 
-def _register_gathers(ops: Any, rule: Any) -> None:
-    @rule("all_gather_matmul")
-    def _(info: Any, in_dims: Any, x: Tensor, weights: Any, biases: Any, comm: str, size: int, dim: int = 0,
-          return_gathered: bool = False, algorithm: str = "auto") -> Rule:  # fmt: skip
-        _require_batch_of("all_gather_matmul", "x", in_dims, (0,))
-        x = _move_batch_to_front(x, in_dims[0])
-        results = ops.all_gather_matmul(
-            x, weights, biases, comm, size, _after_batch_dim(x, dim), return_gathered, algorithm
-        )
-        return results, ([0] * len(weights), 0 if return_gathered else None)
+def _register_rows(name: str, out_dims: Callable[[dict[str, Any]], Any]) -> None:
+    """Registers the rule of an operator on rows of x. `out_dims`: batch dimensions of the results, by its arguments."""
+    op = getattr(torch.ops.torch_overlap, name).default
+    parameters = op._schema.arguments
 
-    @rule("scaled_all_gather_matmul")
-    def _(info: Any, in_dims: Any, x: Tensor, scale: Tensor, weights: Any, scales: Any, biases: Any, comm: str,
-          size: int, dim: int = 0, out_dtype: Any = torch.bfloat16, split: bool = False, algorithm: str = "auto",
-          scaling_mode: int = 3, return_gathered: bool = False) -> Rule:  # fmt: skip
-        _require_batch_of("scaled_all_gather_matmul", "x", in_dims, (0,))
-        x = _move_batch_to_front(x, in_dims[0])
-        results = ops.scaled_all_gather_matmul(
-            x, scale, weights, scales, biases, comm, size, _after_batch_dim(x, dim), out_dtype, split, algorithm,
-            scaling_mode, return_gathered,
-        )  # fmt: skip
-        return results, ([0] * len(weights), 0 if return_gathered else None, None)
+    @torch.library.register_vmap(f"torch_overlap::{name}")
+    def _(info: Any, in_dims: Any, *args: Any) -> Rule:
+        _require_batch_of(name, "x", in_dims, (0,))
+        given = {parameter.name: arg for parameter, arg in zip(parameters, args, strict=False)}
+        given |= {p.name: p.default_value for p in parameters[len(args) :]}
+        given["x"] = _move_batch_to_front(given["x"], in_dims[0])
+        for dim in ("gather_dim", "scatter_dim"):
+            if dim in given:
+                given[dim] = _after_batch_dim(given["x"], given[dim])
+        return op(**given), out_dims(given)
 
 
-def _register_reductions(ops: Any, rule: Any) -> None:
-    @rule("matmul_reduce_scatter")
-    def _(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Any, comm: str, size: int, dim: int = 0,
-          *args: Any) -> Rule:  # fmt: skip
-        _require_batch_of("matmul_reduce_scatter", "x", in_dims, (0,))
-        x = _move_batch_to_front(x, in_dims[0])
-        return ops.matmul_reduce_scatter(x, weight, bias, comm, size, _after_batch_dim(x, dim), *args), 0
+def _gathered(given: dict[str, Any]) -> tuple[Any, ...]:
+    return [0] * len(given["weights"]), 0 if given["return_gathered"] else None
 
-    @rule("scaled_matmul_reduce_scatter")
-    def _(info: Any, in_dims: Any, x: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Any,
-          comm: str, size: int, dim: int = 0, *args: Any) -> Rule:  # fmt: skip
-        _require_batch_of("scaled_matmul_reduce_scatter", "x", in_dims, (0,))
-        x = _move_batch_to_front(x, in_dims[0])
-        part = ops.scaled_matmul_reduce_scatter(
-            x, scale, weight, weight_scale, bias, comm, size, _after_batch_dim(x, dim), *args
-        )
-        return part, 0
 
-    @rule("scaled_matmul_all_reduce")
-    def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Rule:
-        _require_batch_of("scaled_matmul_all_reduce", "x", in_dims, (0,))
-        return ops.scaled_matmul_all_reduce(_move_batch_to_front(x, in_dims[0]), *args), 0
-
-    @rule("matmul_all_reduce")
-    def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Rule:
-        _require_batch_of("matmul_all_reduce", "x", in_dims, (0,))
-        return ops.matmul_all_reduce(_move_batch_to_front(x, in_dims[0]), *args), 0
+def _register_products() -> None:
+    _register_rows("all_gather_matmul", _gathered)
+    _register_rows("scaled_all_gather_matmul", lambda given: (*_gathered(given), None))
+    for name in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        _register_rows(name, lambda given: 0)
+        _register_rows(f"scaled_{name}", lambda given: 0)
 
 
 def _register_norms(ops: Any, rule: Any) -> None:
@@ -146,7 +123,6 @@ def register() -> None:
     def rule(name: str) -> Any:
         return torch.library.register_vmap(f"torch_overlap::{name}")
 
-    _register_gathers(ops, rule)
-    _register_reductions(ops, rule)
+    _register_products()
     _register_norms(ops, rule)
     _register_exchanges(ops, rule)
