@@ -1,6 +1,9 @@
 #pragma once
 
+#include <c10/util/SmallVector.h>
+
 #include <algorithm>
+#include <bit>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -104,8 +107,11 @@ class Backward {
  public:
   Backward(AutogradContext* context, const variable_list& result_grads)
       : grads(result_grads), context_(context) {
+    // Elements of a tuple that the context keeps: strings are referred to, not copied.
+    const auto& stored = context->saved_data.at(kKey).toTupleRef().elements();
     size_t field = 0;
-    std::apply([&](auto&... fields) { (restore(fields, field++), ...); }, Call::fields(call));
+    std::apply([&](auto&... fields) { (restore(fields, stored[field++]), ...); },
+               Call::fields(call));
     gradients_.resize(num_operands_ + 1);  // the call itself is an argument, too
     auto tensors = context->get_saved_variables();
     size_t next = 0;
@@ -137,9 +143,12 @@ class Backward {
 
   // Stores what the constructor needs.
   static void save(AutogradContext* context, const Call& call, const variable_list& results) {
-    size_t field = 0;
-    std::apply([&](const auto&... fields) { (store(context, fields, field++), ...); },
-               Call::fields(call));
+    context->saved_data.emplace(
+        kKey, std::apply(
+                  [](const auto&... fields) {
+                    return c10::ivalue::Tuple::create(std::vector<IValue>{stored_value(fields)...});
+                  },
+                  Call::fields(call)));
     variable_list tensors;
     std::apply([&](const auto&... fields) { (append_tensors(fields, tensors), ...); },
                Call::saved(call));
@@ -151,22 +160,33 @@ class Backward {
   }
 
  private:
-  static std::string key(size_t field) { return "field" + std::to_string(field); }
+  static constexpr const char* kKey = "call";
+  static constexpr size_t kMaxOperands = 48;  // of a field
 
-  // For each operand of a field, 1 if it exists.
-  static std::vector<int64_t> existing(const Tensor&) { return {1}; }
-  static std::vector<int64_t> existing(const std::optional<Tensor>& field) {
-    return {field && field->defined() ? 1 : 0};
+  // The operands of a field: their number, and a bit for each that exists.
+  struct Operands {
+    const void* field = nullptr;
+    int64_t first = 0;  // position of the first one among the inputs
+    uint64_t count = 0;
+    uint64_t exists = 0;
+
+    void add(bool one_exists) { exists |= uint64_t{one_exists} << count++; }
+  };
+  static Operands operands_of(const Tensor&) { return {.count = 1, .exists = 1}; }
+  static Operands operands_of(const std::optional<Tensor>& field) {
+    return {.count = 1, .exists = uint64_t{field && field->defined()}};
   }
-  static std::vector<int64_t> existing(const std::vector<Tensor>& field) {
-    return std::vector<int64_t>(field.size(), 1);
+  static Operands operands_of(const std::vector<Tensor>& field) {
+    Operands operands;
+    for (size_t i = 0; i < field.size() && i <= kMaxOperands; ++i) operands.add(true);
+    return operands;
   }
-  static std::vector<int64_t> existing(const OptionalTensors& field) {
-    std::vector<int64_t> exists;
-    for (size_t i = 0; i < field.size(); ++i) {
-      exists.push_back(existing(std::optional<Tensor>(field.get(i)))[0]);
+  static Operands operands_of(const OptionalTensors& field) {
+    Operands operands;
+    for (size_t i = 0; i < field.size() && i <= kMaxOperands; ++i) {
+      operands.add(optional_at(field, i).has_value());
     }
-    return exists;
+    return operands;
   }
 
   template <typename Field>
@@ -175,31 +195,31 @@ class Backward {
       std::is_same_v<Field, std::vector<Tensor>> || std::is_same_v<Field, OptionalTensors>;
 
   template <typename Field>
-  static void store(AutogradContext* context, const Field& field, size_t index) {
-    IValue& value = context->saved_data[key(index)];
+  static IValue stored_value(const Field& field) {
     if constexpr (kIsTensors<Field>) {
-      value = existing(field);
+      const Operands operands = operands_of(field);
+      TORCH_OVERLAP_CHECK(operands.count <= kMaxOperands, kUnsupported, Call::kName,
+                          ": expected at most ", kMaxOperands,
+                          " tensors in a list, got more. Split the list.");
+      return static_cast<int64_t>(operands.exists << 8 | operands.count);
     } else if constexpr (std::is_same_v<Field, std::string_view>) {
-      value = std::string(field);
+      return std::string(field);
     } else {
-      value = field;
+      return field;
     }
   }
 
   template <typename Field>
-  void restore(Field& field, size_t index) {
-    const IValue& value = context_->saved_data.at(key(index));
+  void restore(Field& field, const IValue& value) {
     if constexpr (kIsTensors<Field>) {
-      Operands operands{.field = &field, .positions = {}};
-      for (const int64_t exists : value.toIntVector()) {
-        operands.positions.push_back(exists != 0 ? num_operands_++ : -1);
-      }
-      if constexpr (std::is_same_v<Field, std::vector<Tensor>>) {
-        field.resize(operands.positions.size());
-      }
-      operands_.push_back(std::move(operands));
+      const auto bits = static_cast<uint64_t>(value.toInt());
+      const Operands operands{
+          .field = &field, .first = num_operands_, .count = bits & 0xff, .exists = bits >> 8};
+      num_operands_ += std::popcount(operands.exists);
+      if constexpr (std::is_same_v<Field, std::vector<Tensor>>) field.resize(operands.count);
+      operands_.push_back(operands);
     } else if constexpr (std::is_same_v<Field, std::string_view>) {
-      field = value.toStringRef();  // of the context, which outlives this object
+      field = value.toStringRef();
     } else {
       field = value.to<Field>();
     }
@@ -216,19 +236,15 @@ class Backward {
   template <typename Field>
   int64_t position(const Field& field, size_t i) const {
     for (const Operands& operands : operands_) {
-      if (operands.field == &field) {
-        return i < operands.positions.size() ? operands.positions[i] : -1;
-      }
+      if (operands.field != &field || i >= operands.count) continue;
+      if ((operands.exists >> i & 1) == 0) return -1;
+      return operands.first + std::popcount(operands.exists & ((uint64_t{1} << i) - 1));
     }
     return -1;
   }
 
-  struct Operands {
-    const void* field;
-    std::vector<int64_t> positions;
-  };
   AutogradContext* context_;
-  std::vector<Operands> operands_;
+  c10::SmallVector<Operands, 4> operands_;
   int64_t num_operands_ = 0;
   variable_list gradients_;
 };
