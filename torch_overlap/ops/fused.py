@@ -20,7 +20,8 @@ Weights are [out_features, in_features] and `x` is [..., features], as in torch.
 - "auto": the fastest by shape and by the capabilities of the ranks. The same on all ranks with equal shapes; if n or k
   differ so that ranks would select different algorithms, they raise an error: name one.
 
-The first two run on any backend and device. All may be captured in a CUDA graph, "p2p", "bulk", "fused" and
+"sequential" runs on any backend and device, with any dtype that torch multiplies. "pipelined" does too; its gathers and
+scatters are of floating-point products. All may be captured in a CUDA graph, "p2p", "bulk", "fused" and
 "low_latency" after a call of the same shape outside. torch.autocast casts the operands. Their gradients overlap in the
 same way. The gradient of a bias or weight is that of this rank's rows: like that of every replicated parameter, it must
 be summed over ranks that hold other rows.
