@@ -313,6 +313,7 @@ void check(const ScatterProducts& products) {
 void run(ScatterProducts products, Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::sequential:
+    case Algorithm::bulk:  // differs in the gradient only, which calls run_bulk()
       return multiply_then_reduce_scatter(products);
     case Algorithm::low_latency:
       return run_low_latency(products.op, products.comm,
@@ -325,8 +326,6 @@ void run(ScatterProducts products, Algorithm algorithm) {
     case Algorithm::p2p:
     case Algorithm::fused:
       return scatter_in_chunks(std::move(products), algorithm);
-    case Algorithm::bulk:
-      return run_bulk(products, [] {}, {});
   }
 }
 

@@ -57,8 +57,8 @@ OverlapProblem problem_of(const ScatterProducts& products);
 // Checks the product of this rank's rows.
 void check(const ScatterProducts& products);
 void run(ScatterProducts products, Algorithm algorithm);
-// "bulk": one product for all rows. `before_reduction` is called after it, and the reduction runs
-// concurrently with the GEMMs `concurrent`.
+// The gradient's "bulk": one product for all rows. `before_reduction` is called after it, and the
+// reduction runs concurrently with the GEMMs `concurrent`. A sum without bias.
 void run_bulk(const ScatterProducts& products, const std::function<void()>& before_reduction,
               const std::vector<GemmArgs>& concurrent);
 

@@ -103,6 +103,29 @@ def test_the_cache_decides(tmp_path, size, algorithm):
     run_ranks(auto_rank, size, algorithm, "cache", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
 
 
+def bulk_rank(comm):
+    """A forward pass has no "bulk"; biases and means stay what they are."""
+    me, size = comm.get_rank(), comm.get_size()
+    gen = torch.Generator().manual_seed(23)
+    hs = torch.randn(size, ROWS * size, INNER, generator=gen)
+    ws, bias = torch.randn(size, FEATURES, INNER, generator=gen), torch.randn(FEATURES, generator=gen)
+    mean = sum(F.linear(h.double(), w.double()) for h, w in zip(hs, ws, strict=True)) / size + bias
+    with loaded():
+        assert to.explain("matmul_reduce_scatter", hs[me], ws[me], comm).algorithm == "bulk"
+        for op, want in (("matmul_reduce_scatter", mean.chunk(size)[me]), ("matmul_all_reduce", mean)):
+            got = getattr(ops, op)(hs[me], ws[me], comm, bias, op="avg")
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+        (got,), _ = ops.all_gather_matmul(hs[me], [ws[0]], comm, [bias])
+        want = F.linear(hs.flatten(0, 1).double(), ws[0].double(), bias.double())
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_measured_bulk_is_for_gradients_alone(tmp_path):
+    path = tmp_path / "cache.json"
+    tune.write(path, entries_for("bulk", 2))
+    run_ranks(bulk_rank, 2, env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
+
+
 @pytest.mark.parametrize(
     "others",
     [
