@@ -125,7 +125,7 @@ def run_stopped(rank: int, size: int, store: Any) -> None:
                 comm.reconfigure(1, handles, timeout=timedelta(seconds=2))
             store.set("went on", "")
             return
-        comm.reconfigure(1, handles[:stopped])
+        comm.reconfigure(1, handles[:stopped], timeout=timedelta(seconds=60))
         comm.set_timeout(timedelta(seconds=60))
         check_values(comm, list(range(stopped)), rank)
     finally:
