@@ -49,6 +49,7 @@ class Layer:
             model.hidden, model.heads, model.ffn, comm, kv_heads=model.kv_heads,
             activation="swiglu" if model.gated else "gelu", norm="rms", bias=False, dtype=dtype, algorithm=algorithm,
         )  # fmt: skip
+        to.nn.defer_replicated_grads(self.block)  # one sum for both norms
         rows = (model.sequence // size, batch, model.hidden)
         self.x = torch.randn(rows, device=device, dtype=dtype, requires_grad=True)
         self.grad = torch.randn(rows, device=device, dtype=dtype)

@@ -81,6 +81,7 @@ class GPT(nn.Module):
             self.embedding.weight.normal_(std=0.02, generator=generator)
             normal(generator)(self.head.weight)
         to.nn.mark_replicated(self, comm)  # all parameters except the blocks' matrices, which are split
+        to.nn.defer_replicated_grads(self)  # Gradients sums them, with the loss and the norm
         self.register_buffer("angles", rotation_angles(config).to(dtype))
         self.to(device)
 

@@ -12,7 +12,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_overlap.nn.float8 import Float8Recipe, update_float8_scales
-from torch_overlap.nn.layout import ParameterLayout, mark_replicated, split_parameters, sync_replicated_grads
+from torch_overlap.nn.layout import (
+    ParameterLayout,
+    defer_replicated_grads,
+    mark_replicated,
+    split_parameters,
+    sync_replicated_grads,
+)
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.nn.state import (
     full_state_dict,
@@ -35,6 +41,7 @@ __all__ = [
     "ParallelTransformerBlock",
     "ParameterLayout",
     "RowParallelLinear",
+    "defer_replicated_grads",
     "full_state_dict",
     "load_full_state_dict",
     "load_sharded_optimizer_state_dict",

@@ -7,6 +7,7 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_overlap import _C, ops
 from torch_overlap._C import TorchComm
@@ -15,21 +16,13 @@ from torch_overlap.nn._float8 import ALGORITHMS, column_parallel_linear, row_par
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
 from torch_overlap.nn.float8 import Float8Recipe, Float8State
 from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
-from torch_overlap.nn.layout import ParameterLayout, set_layout
+from torch_overlap.nn.layout import ParameterLayout, local_parameter, ranks_of, set_layout, set_part
 
 _Column = TypeVar("_Column", bound="ColumnParallelLinear")
 
 
-def expect_comm(who: str, comm: object) -> None:
-    """Raises TypeError unless comm is a TorchComm, for example for a name or a process group."""
-    if not isinstance(comm, TorchComm):
-        raise TypeError(f"{who}: expected comm as a TorchComm, got {comm!r} ({type(comm).__name__}); new_comm makes "
-                        "one, get_comm(name) finds one by its name")  # fmt: skip
-
-
 def per_rank(who: str, what: str, value: int, comm: TorchComm, advice: str = "Pad it") -> int:
     """Returns `value` / the number of ranks. Raises ValueError with `advice` if it does not divide."""
-    expect_comm(who, comm)
     size = comm.get_size()
     if value % size != 0:
         raise ValueError(f"{who}: expected {what} divisible by the group size {size}, got {value}. {advice}, or use "
@@ -55,16 +48,16 @@ class _ParallelLinear(nn.Module):
 
     float8: Float8State | None
 
-    def __init__(self, comm: TorchComm, *, sequence_parallel: bool, algorithm: str, require_fused: bool,
+    def __init__(self, comm: TorchComm | DeviceMesh, *, sequence_parallel: bool, algorithm: str, require_fused: bool,
                  init: Init | None, fp8: Float8Recipe | None) -> None:  # fmt: skip
         super().__init__()
         name: str = self._get_name()  # type: ignore[no-untyped-call]
-        expect_comm(name, comm)
+        self.comm, self.mesh = ranks_of(name, comm)
         if fp8 is not None and not isinstance(fp8, Float8Recipe):
             raise TypeError(f"{name}: expected fp8 as a Float8Recipe, got {fp8!r} ({type(fp8).__name__}); write "
                             'Float8Recipe("delayed"), for example')  # fmt: skip
         _algorithm_checks.expect_algorithm(name, algorithm, ("auto", *_C._algorithms()) if fp8 is None else ALGORITHMS)
-        self.comm, self.sequence_parallel = comm, sequence_parallel
+        self.sequence_parallel = sequence_parallel
         self.algorithm, self.require_fused = algorithm, require_fused
         self.init, self.fp8 = init, fp8
 
@@ -133,8 +126,8 @@ class ColumnParallelLinear(_ParallelLinear):
     Args:
         in_features: the features of x.
         out_features: of the whole layer; a list makes several layers, and forward returns a list.
-        comm: the communicator whose ranks share the layer. Every rank makes the same layers, and calls them in the same
-            order.
+        comm: the communicator whose ranks share the layer, or a DeviceMesh of one dimension of backend "torch_overlap".
+            Of a mesh, parameters are DTensors. Every rank makes the same layers, and calls them in the same order.
         bias: if True, adds biases.
         sequence_parallel: selects the row of the table above.
         gather_output: if True, gathers the output features too, so that every rank has [..., out_features]. Its
@@ -162,7 +155,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self,
         in_features: int,
         out_features: int | Sequence[int],
-        comm: TorchComm,
+        comm: TorchComm | DeviceMesh,
         *,
         bias: bool = True,
         sequence_parallel: bool = True,
@@ -189,35 +182,37 @@ class ColumnParallelLinear(_ParallelLinear):
         if not sizes:
             raise ValueError("ColumnParallelLinear: expected one or more out_features, got none. Pass a number, or a "
                              "list of them.")  # fmt: skip
-        device = comm.get_device() if device is None else device
+        device = self.comm.get_device() if device is None else device
         for (weight, bias_name), size in zip(self._names, sizes, strict=True):
-            part = per_rank("ColumnParallelLinear", "out_features", size, comm)
+            part = per_rank("ColumnParallelLinear", "out_features", size, self.comm)
             empty = torch.empty(part, in_features, device=device, dtype=dtype)
             self.register_parameter(weight, nn.Parameter(empty))
             self.register_parameter(bias_name, nn.Parameter(empty.new_empty(part)) if bias else None)
         self._make_float8(self.weights)
-        set_layout(self, ParameterLayout(comm, split={name: 0 for names in self._names for name in names}))
+        split = {name: 0 for names in self._names for name in names}
+        set_layout(self, ParameterLayout(self.comm, split, mesh=self.mesh))
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws new weights, equal for any number of ranks if their generators have the same state."""
         self._reset_float8()
         rank, size = self.comm.get_rank(), self.comm.get_size()
         start = uniform(self.in_features)
-        for weight, bias in self._names:
-            fill_shard(getattr(self, weight), self.init or start, 0, rank, size)
-            if getattr(self, bias) is not None:
-                fill_shard(getattr(self, bias), start, 0, rank, size)
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            fill_shard(weight, self.init or start, 0, rank, size)
+            if bias is not None:
+                fill_shard(bias, start, 0, rank, size)
 
     @property
     def weights(self) -> list[Tensor]:
         """This rank's part of each weight."""
-        return [getattr(self, weight) for weight, _ in self._names]
+        return [local_parameter(self, weight) for weight, _ in self._names]  # type: ignore[misc]
 
     @property
     def biases(self) -> list[Tensor | None]:
         """This rank's part of each bias; None for a layer without one."""
-        return [getattr(self, bias) for _, bias in self._names]
+        return [local_parameter(self, bias) for _, bias in self._names]
 
     def forward(self, x: Tensor) -> Any:
         """Returns a tensor, or a list if `out_features` is a list. Valid on the current stream."""
@@ -255,7 +250,8 @@ class ColumnParallelLinear(_ParallelLinear):
                               **{"keep_gathered": True} if self.keep_gathered else {})  # fmt: skip
 
     @classmethod
-    def from_linear(cls: type[_Column], linear: nn.Linear | Sequence[nn.Linear], comm: TorchComm,
+    def from_linear(cls: type[_Column], linear: nn.Linear | Sequence[nn.Linear],
+                    comm: TorchComm | DeviceMesh,
                     **options: Any) -> _Column:  # fmt: skip
         """Makes this rank's part of an nn.Linear that is the same on all ranks; of several, one layer with all outputs.
 
@@ -278,11 +274,10 @@ class ColumnParallelLinear(_ParallelLinear):
         sizes = [other.out_features for other in linears]
         layer = cls(first.in_features, sizes[0] if isinstance(linear, nn.Linear) else sizes, comm,
                     bias=first.bias is not None, device="meta", dtype=first.weight.dtype, **options)  # fmt: skip
-        rank, size = comm.get_rank(), comm.get_size()
         for names, other in zip(layer._names, linears, strict=True):
             for name, full in zip(names, (other.weight, other.bias), strict=True):
                 if full is not None:
-                    setattr(layer, name, _part(full, 0, rank, size))
+                    set_part(layer, name, _part(full, 0, layer.comm))
         layer._make_float8(layer.weights)
         return layer.train(first.training)
 
@@ -299,8 +294,8 @@ class RowParallelLinear(_ParallelLinear):
     both overlap communication with the product. The bias is added once.
 
     Parameters: `weight` [out_features, in_features/n] and `bias` [out_features], which every rank holds in full. They
-    are initialized as in ColumnParallelLinear. Under sequence parallelism the gradient of the bias is that of this
-    rank's rows: `sync_replicated_grads` sums it.
+    are initialized as in ColumnParallelLinear. Under sequence parallelism the gradient of the bias is summed
+    over the ranks in the backward pass.
 
     Args:
         input_is_parallel: if False, x has all input features on every rank, and each rank takes its own part. Its
@@ -320,7 +315,7 @@ class RowParallelLinear(_ParallelLinear):
         self,
         in_features: int,
         out_features: int,
-        comm: TorchComm,
+        comm: TorchComm | DeviceMesh,
         *,
         bias: bool = True,
         sequence_parallel: bool = True,
@@ -337,39 +332,45 @@ class RowParallelLinear(_ParallelLinear):
                          init=init, fp8=fp8)  # fmt: skip
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel, self.scatter_dim = input_is_parallel, scatter_dim
-        part = per_rank("RowParallelLinear", "in_features", in_features, comm)
-        device = comm.get_device() if device is None else device
+        part = per_rank("RowParallelLinear", "in_features", in_features, self.comm)
+        device = self.comm.get_device() if device is None else device
         self.weight = nn.Parameter(torch.empty(out_features, part, device=device, dtype=dtype))
         self.register_parameter("bias", nn.Parameter(self.weight.detach().new_empty(out_features)) if bias else None)
         self._make_float8([self.weight])
         partial = frozenset({"bias"} if sequence_parallel else ())
-        set_layout(self, ParameterLayout(comm, split={"weight": 1}, partial=partial))
+        set_layout(self, ParameterLayout(self.comm, {"weight": 1}, partial, self.mesh))
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws new weights, equal for any number of ranks if their generators have the same state."""
         self._reset_float8()
         start = uniform(self.in_features)
-        fill_shard(self.weight, self.init or start, 1, self.comm.get_rank(), self.comm.get_size())
-        if self.bias is not None:
-            fill_shard(self.bias, start, 0, 0, 1)
+        weight, bias = self._local()
+        fill_shard(weight, self.init or start, 1, self.comm.get_rank(), self.comm.get_size())
+        if bias is not None:
+            fill_shard(bias, start, 0, 0, 1)
+
+    def _local(self) -> tuple[Tensor, Tensor | None]:
+        return local_parameter(self, "weight"), local_parameter(self, "bias")  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the output, valid on the current stream."""
         if not self.input_is_parallel:
             x = local_shard(x, -1, self.comm)
-        self._expect_features(x, [self.weight])
+        weight, bias = self._local()
+        self._expect_features(x, [weight])
         if self.float8 is not None:
             self._require_fused_float8("scaled_matmul_reduce_scatter", x, self.out_features)
             dim = self.scatter_dim if self.sequence_parallel else None
-            return row_parallel_linear(x, self.weight, self.bias, self.float8, dim, self.algorithm)
+            return row_parallel_linear(x, weight, bias, self.float8, dim, self.algorithm)
         if self.sequence_parallel:
             self._require_fused("matmul_reduce_scatter", x, self.out_features)
             return ops.matmul_reduce_scatter(
-                x, self.weight, self.comm, self.bias, scatter_dim=self.scatter_dim, algorithm=self.algorithm
+                x, weight, self.comm, bias, scatter_dim=self.scatter_dim, algorithm=self.algorithm
             )
         self._require_fused("matmul_all_reduce", x, self.out_features)
-        return sum_matmul(x, self.weight, self.bias, self.comm, self.algorithm)
+        return sum_matmul(x, weight, bias, self.comm, self.algorithm)
 
     def extra_repr(self) -> str:
         """Returns the layer's text for repr()."""
@@ -377,20 +378,23 @@ class RowParallelLinear(_ParallelLinear):
                               bias=self.bias is not None, input_is_parallel=self.input_is_parallel)  # fmt: skip
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, comm: TorchComm, **options: Any) -> RowParallelLinear:
+    def from_linear(cls, linear: nn.Linear, comm: TorchComm | DeviceMesh, **options: Any) -> RowParallelLinear:
         """Makes this rank's part of an nn.Linear that is the same on all ranks. `options`: as for
         ColumnParallelLinear."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"RowParallelLinear.from_linear: expected an nn.Linear, got {linear}")
         layer = cls(linear.in_features, linear.out_features, comm, bias=linear.bias is not None, device="meta",
                     dtype=linear.weight.dtype, **options)  # fmt: skip
-        layer.weight = _part(linear.weight, 1, comm.get_rank(), comm.get_size())
+        set_part(layer, "weight", _part(linear.weight, 1, layer.comm))
         if linear.bias is not None:
-            layer.bias = _part(linear.bias, 0, 0, 1)
-        layer._make_float8([layer.weight])
+            set_part(layer, "bias", _part(linear.bias, None, layer.comm))
+        layer._make_float8(layer._local()[:1])
         return layer.train(linear.training)
 
 
-def _part(full: Tensor, dim: int, rank: int, size: int) -> nn.Parameter:
-    part = full.detach().chunk(size, dim)[rank].clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(part, requires_grad=full.requires_grad)
+def _part(full: Tensor, dim: int | None, comm: TorchComm) -> nn.Parameter:
+    """Returns this rank's part of a full parameter along `dim`, or a copy of it for None."""
+    part = full.detach()
+    if dim is not None:
+        part = part.chunk(comm.get_size(), dim)[comm.get_rank()]
+    return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=full.requires_grad)

@@ -1,4 +1,8 @@
-"""Checkpoints for any number of ranks. `module.state_dict()` itself has this rank's shards."""
+"""Checkpoints for any number of ranks.
+
+`module.state_dict()` itself has DTensors for layers over a mesh, which torch's own functions save and load, and this
+rank's parts for layers over a TorchComm.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +13,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.optim import Optimizer
 
 from torch_overlap import _optimizer_state, ops
 from torch_overlap._C import TorchComm
-from torch_overlap.nn.layout import layouts
+from torch_overlap.nn.layout import as_dtensor, layouts, whole_shape
 
 
 def _split(module: nn.Module) -> dict[int, tuple[Tensor, TorchComm, int]]:
-    """Returns id of a split parameter -> the parameter, its communicator and dimension."""
+    """Returns id of a parameter that is this rank's part -> the parameter, its communicator and dimension."""
     return {id(parameter): (parameter, layout.comm, layout.split[name]) for _, child, layout in layouts(module)
-            for name, parameter in child.named_parameters(recurse=False) if name in layout.split}  # fmt: skip
+            for name, parameter in child.named_parameters(recurse=False)
+            if layout.mesh is None and name in layout.split}  # fmt: skip
 
 
 def _splits(module: nn.Module) -> dict[str, tuple[TorchComm, int]]:
-    """Returns key in the state dict -> communicator and dimension, for split parameters.
+    """Returns key in the state dict -> communicator and dimension, for parameters that are this rank's part.
 
     Matches the parameters by identity: wrappers (of activation checkpointing, for example) change their names in the
     state dict.
     """
     split, state = _split(module), module.state_dict(keep_vars=True)
     return {key: split[id(value)][1:] for key, value in state.items() if id(value) in split}
-
-
-def _whole_shape(part: Tensor, size: int, dim: int) -> list[int]:
-    return [n * size if i == dim else n for i, n in enumerate(part.shape)]
 
 
 @torch.no_grad()
@@ -80,11 +81,18 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict:
     """
     parts = dict(state)
     own = module.state_dict()
+    for key, value in own.items():
+        if isinstance(value, DTensor) and isinstance(parts.get(key), Tensor) and not isinstance(parts[key], DTensor):
+            if parts[key].shape != value.shape:
+                raise ValueError(f"load_full_state_dict: expected '{key}' of shape {list(value.shape)}, got "
+                                 f"{list(parts[key].shape)}; a shard loads by module.load_state_dict")  # fmt: skip
+            whole = parts[key].to(value.device)
+            parts[key] = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
     for key, (comm, dim) in _splits(module).items():
         if key not in parts or key not in own:
             continue
         size, whole = comm.get_size(), parts[key]
-        shape = _whole_shape(own[key], size, dim)
+        shape = list(whole_shape(own[key], size, dim))
         if list(whole.shape) != shape:
             raise ValueError(f"load_full_state_dict: expected '{key}' of shape {shape}, got {list(whole.shape)}; a "
                              "shard loads by module.load_state_dict")  # fmt: skip
@@ -190,17 +198,13 @@ def _as_dtensor(key: str, part: Tensor, comm: TorchComm, dim: int, mesh: DeviceM
             raise ValueError(f"sharded_state_dict: expected a mesh of the dimensions that fully_shard has for '{key}' "
                              f"and then {size} ranks, {(*before.shape, size)}, got {mesh}; write "
                              'mesh["dp", "tp"]')  # fmt: skip
-    shape = torch.Size(_whole_shape(part, size, dim))
-    out: DTensor = DTensor.from_local(
-        part.to_local() if isinstance(part, DTensor) else part, mesh, _placements(part, size, dim, mesh.ndim),
-        run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride(),
-    )  # fmt: skip
-    return out
+    return as_dtensor(part.to_local() if isinstance(part, DTensor) else part, mesh,
+                      _placements(part, size, dim, mesh.ndim), whole_shape(part, size, dim))  # fmt: skip
 
 
 def _from_dtensor(key: str, value: object, part: Tensor, comm: TorchComm, dim: int) -> Tensor:
     """Returns this rank's part in the form of `part`: a plain tensor, or a DTensor of fully_shard."""
-    shape = _whole_shape(part, comm.get_size(), dim)
+    shape = list(whole_shape(part, comm.get_size(), dim))
     if not isinstance(value, DTensor):
         got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"
         raise ValueError(f"load_sharded_state_dict: expected '{key}' as a DTensor of shape {shape}, got {got}; "

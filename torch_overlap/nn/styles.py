@@ -1,9 +1,10 @@
 """Styles for torch.distributed.tensor.parallel.parallelize_module over a mesh of backend "torch_overlap".
 
-A plan names the model's own layers, whose code is unchanged. Parameters become this rank's plain tensors (not
-DTensors) under their old names. For a model of [batch, sequence, features]:
+A plan names the model's own layers, whose code is unchanged. All parameters become DTensors of the mesh under their old
+names, so optimizers, `clip_grad_norm_`, `fully_shard` and checkpoints of torch treat them as whole tensors. For a model
+of [batch, sequence, features]:
 
-    parallelize_module(model, mesh["tp"], {
+    parallelize(model, mesh["tp"], {
         "layers.0": ShardInput(),  # from here on each rank has its part of the sequence
         "layers.*.attention_norm": SequenceParallel(),
         "layers.*.attention": SharedGather("wq", "wk", "wv"),
@@ -12,52 +13,43 @@ DTensors) under their old names. For a model of [batch, sequence, features]:
         "layers.*.feed_forward": SharedGather("w1", "w3"),
         "layers.*.feed_forward.w2": RowParallel(),
         "norm": SequenceParallel(),
-        "output": ColumnParallel(gather_output=True),
+        "output": ColumnParallel(gather_output=True),  # the embedding, which the plan does not name, is replicated
     })
 
-After backward call `torch_overlap.nn.sync_replicated_grads(model)`.
+Gradients are complete after backward.
 
 `torch_overlap.mesh.shard_module` accepts the same plans.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from fnmatch import fnmatch
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torch_overlap._C import TorchComm, _BackendWrapper
+from torch_overlap._C import TorchComm
 from torch_overlap.nn.functional import local_shard
-from torch_overlap.nn.layout import mark_replicated
+from torch_overlap.nn.layout import comm_of, layout_of, replace_parameter, replicate
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.ops._arguments import group
 
-__all__ = ["ColumnParallel", "RowParallel", "SequenceParallel", "ShardInput", "SharedGather", "comm_of"]
+__all__ = [
+    "ColumnParallel",
+    "Replicated",
+    "RowParallel",
+    "SequenceParallel",
+    "ShardInput",
+    "SharedGather",
+    "comm_of",
+    "parallelize",
+]
 
 _Layer = TypeVar("_Layer", bound=nn.Module)
-
-
-def comm_of(mesh: DeviceMesh) -> TorchComm:
-    """Returns the communicator of a one-dimensional mesh. The backend makes it in the first call, which is then
-    collective.
-
-    Raises:
-        ValueError: the mesh has several dimensions, or another backend than "torch_overlap".
-    """
-    if mesh.ndim != 1:
-        raise ValueError(f"comm_of: expected a mesh of one dimension, got {mesh.ndim}; take one, as in mesh['tp']")
-    process_group, device = mesh.get_group(), torch.device(mesh.device_type)
-    backend = process_group._get_backend(device)
-    if not isinstance(backend, _BackendWrapper):
-        raise ValueError(
-            f"comm_of: expected a mesh over backend 'torch_overlap', got '{dist.get_backend(process_group)}'; call "
-            "init_process_group(backend='torch_overlap') before init_device_mesh"
-        )
-    return backend.get_comm(torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device)
 
 
 class Style(ParallelStyle):
@@ -78,11 +70,18 @@ class Style(ParallelStyle):
 
     def _synchronize(self, module: nn.Module, comm: TorchComm) -> None:
         """Moves the parameters to the communicator's device, with the values of rank `src_data_rank`."""
-        for parameter in module.parameters():
-            if not parameter.is_meta:
-                parameter.data = parameter.data.to(comm.get_device()).contiguous()
-                if self.src_data_rank is not None:
-                    comm.broadcast(parameter.data, self.src_data_rank, async_op=False)
+        for child in module.modules():
+            if layout_of(child) is not None:
+                continue
+            for name, parameter in child.named_parameters(recurse=False):
+                if isinstance(parameter, DTensor):
+                    raise TypeError(f"{type(self).__name__}: expected plain parameters, got '{name}' of "
+                                    f"{type(child).__name__} as a DTensor of {parameter.device_mesh}. Parallelize the "
+                                    "model once: without tp_plan, and before fully_shard.")  # fmt: skip
+                if not parameter.is_meta:
+                    parameter.data = parameter.data.to(comm.get_device()).contiguous()
+                    if self.src_data_rank is not None:
+                        comm.broadcast(parameter.data, self.src_data_rank, async_op=False)
 
     def _columns(self, module: nn.Module, ranks: int, multiple_of: int, name: str = "") -> nn.Linear:
         linear = self._linear(module, name)
@@ -107,6 +106,8 @@ def _split_columns(linear: nn.Linear, prefix: str = "") -> dict[str, int]:
 
 def _become(module: nn.Module, layer: _Layer) -> _Layer:
     """Turns `module` into `layer`, keeping its hooks: parallelize_module ignores the module that a style returns."""
+    for name, old in module.named_parameters(recurse=False):
+        replace_parameter(layer, name, old)
     hooks = {name: value for name, value in vars(module).items() if "hook" in name}
     module.__dict__ = {**vars(layer), **hooks}
     module.__class__ = type(layer)
@@ -139,7 +140,7 @@ class ColumnParallel(Style):
         comm = comm_of(device_mesh)
         linear = self._columns(module, comm.get_size(), self.multiple_of)
         self._synchronize(linear, comm)
-        layer = ColumnParallelLinear.from_linear(linear, comm, gather_dim=self.sequence_dim, **self.options)
+        layer = ColumnParallelLinear.from_linear(linear, device_mesh, gather_dim=self.sequence_dim, **self.options)
         return _become(module, layer)
 
 
@@ -164,14 +165,15 @@ class RowParallel(Style):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         comm, linear = comm_of(device_mesh), self._linear(module)
         self._synchronize(linear, comm)
-        layer = RowParallelLinear.from_linear(linear, comm, scatter_dim=self.sequence_dim, **self.options)
+        layer = RowParallelLinear.from_linear(linear, device_mesh, scatter_dim=self.sequence_dim, **self.options)
         return _become(module, layer)
 
 
 class SequenceParallel(Style):
     """Marks a norm, or any module without communication, that works on this rank's part of the sequence.
 
-    The module is unchanged, except that `sync_replicated_grads` completes the gradients of its parameters.
+    The gradients of its parameters, which every rank has in full, are summed over the ranks in the backward pass. It
+    serves as well for a norm of split heads (q_norm, k_norm), with and without sequence parallelism.
     """
 
     def __init__(self) -> None:
@@ -180,8 +182,54 @@ class SequenceParallel(Style):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         comm = comm_of(device_mesh)
         self._synchronize(module, comm)
-        mark_replicated(module, comm)
+        replicate(module, comm, device_mesh, is_partial=True)
         return module
+
+
+class Replicated(Style):
+    """Replicates what no other style of the plan has taken: its parameters and gradients are whole on every rank.
+
+    For modules whose input is the same on all ranks, such as an embedding before `ShardInput`. `parallelize` applies it
+    last, to the whole model; in a plan for `parallelize_module` it is the entry `"": Replicated()`, at the end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        comm = comm_of(device_mesh)
+        self._synchronize(module, comm)
+        replicate(module, comm, device_mesh, is_partial=False)
+        return module
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, src_data_rank: int | None = 0
+) -> nn.Module:
+    """Applies a plan to a model, and replicates all parameters that the plan does not name. Collective.
+
+    Afterwards every parameter is a DTensor of `mesh`, and state_dict() has DTensors of whole tensors.
+
+    Args:
+        model: the unsharded model, the same code on all ranks.
+        mesh: a mesh of one dimension of backend "torch_overlap", as `mesh["tp"]`.
+        plan: module names, which may have `*`, and styles.
+        src_data_rank: the rank whose values all ranks get; None: each rank keeps its own, which must be equal.
+
+    Returns: the model.
+
+    Raises:
+        TypeError, ValueError: as the styles do; a key matches no module; a parameter that two modules share would be
+            split in two ways.
+    """
+    paths = [name.split(".") for name, _ in model.named_modules()]
+    for key in plan:
+        pattern = key.split(".")
+        if not any(len(path) == len(pattern) and all(map(fnmatch, path, pattern)) for path in paths):
+            raise ValueError(f"parallelize: expected module names of {type(model).__name__} as the keys of the plan, "
+                             f"got '{key}', which matches none. Compare it with those of named_modules().")  # fmt: skip
+    parallelize_module(model, mesh, dict(plan), src_data_rank=src_data_rank)
+    return parallelize_module(model, mesh, Replicated(), src_data_rank=src_data_rank)
 
 
 def _first_tensor(who: str, args: tuple[Any, ...], kwargs: dict[str, Any], argument: str) -> Tensor:
@@ -308,7 +356,7 @@ class SharedGather(Style):
         shared = _Gather(comm, self.argument)
         for index, linear in enumerate(linears.values()):
             self._synchronize(linear, comm)
-            layer = _SharedColumn.from_linear(linear, comm, gather_dim=self.sequence_dim, **self.options)
+            layer = _SharedColumn.from_linear(linear, device_mesh, gather_dim=self.sequence_dim, **self.options)
             layer.shared, layer.index = shared, index
             shared.layers.append(_become(linear, layer))
         module.register_forward_pre_hook(shared.begin, with_kwargs=True)

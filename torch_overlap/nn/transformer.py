@@ -8,11 +8,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from torch_overlap._C import TorchComm
 from torch_overlap.nn._initialize import Init
-from torch_overlap.nn.layout import mark_replicated
+from torch_overlap.nn.layout import mark_replicated, ranks_of
 from torch_overlap.nn.linear import ColumnParallelLinear, LayerOptions, RowParallelLinear, per_rank
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,7 +49,7 @@ class ParallelMLP(nn.Module):
         self,
         features: int,
         hidden: int,
-        comm: TorchComm,
+        comm: TorchComm | DeviceMesh,
         *,
         activation: str = "gelu",
         sequence_dim: int = 0,
@@ -60,7 +61,7 @@ class ParallelMLP(nn.Module):
         super().__init__()
         self.activation = _one_of("ParallelMLP", "activation", ACTIVATIONS, activation)
         self.is_gated = activation == "swiglu"
-        per_rank("ParallelMLP", "hidden", hidden, comm)
+        per_rank("ParallelMLP", "hidden", hidden, ranks_of("ParallelMLP", comm)[0])
         self.up = ColumnParallelLinear(features, [hidden, hidden] if self.is_gated else [hidden], comm,
                                        gather_dim=sequence_dim, keep_gathered=keep_gathered, init=init,
                                        **options)  # fmt: skip
@@ -95,7 +96,7 @@ class ParallelSelfAttention(nn.Module):
         self,
         features: int,
         heads: int,
-        comm: TorchComm,
+        comm: TorchComm | DeviceMesh,
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -117,8 +118,9 @@ class ParallelSelfAttention(nn.Module):
         if not head_dim and features % heads != 0:
             raise ValueError(f"{who}: expected features divisible by heads {heads} without head_dim, got {features}. "
                              "Pass head_dim.")  # fmt: skip
-        per_rank(who, "heads", heads, comm, "A head stays whole on one rank: add heads")
-        per_rank(who, "kv_heads", kv_heads, comm, "A head stays whole on one rank: repeat heads of key and value")
+        ranks = ranks_of(who, comm)[0]
+        per_rank(who, "heads", heads, ranks, "A head stays whole on one rank: add heads")
+        per_rank(who, "kv_heads", kv_heads, ranks, "A head stays whole on one rank: repeat heads of key and value")
         self.head_dim = head_dim if head_dim else features // heads
         self.shares_kv, self.causal, self.sequence_dim = kv_heads != heads, causal, sequence_dim
         sizes = [count * self.head_dim for count in (heads, kv_heads, kv_heads)]
@@ -147,8 +149,8 @@ class ParallelSelfAttention(nn.Module):
 class ParallelTransformerBlock(nn.Module):
     """Computes h = x + attention(norm(x)), then h + mlp(norm(h)).
 
-    With sequence_parallel the norms work on this rank's rows: after backward, `sync_replicated_grads` sums the
-    gradients of their parameters, and of the biases of the row-parallel layers.
+    With sequence_parallel the norms work on this rank's rows: the backward pass sums the gradients of their parameters
+    over the ranks.
 
     Args:
         features, heads, hidden: of the whole block.
@@ -165,7 +167,7 @@ class ParallelTransformerBlock(nn.Module):
         features: int,
         heads: int,
         hidden: int,
-        comm: TorchComm,
+        comm: TorchComm | DeviceMesh,
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -182,7 +184,8 @@ class ParallelTransformerBlock(nn.Module):
         super().__init__()
         make_norm = _one_of("ParallelTransformerBlock", "norm", NORMS, norm)
         device = options.get("device")
-        of_norm: dict[str, Any] = {"device": comm.get_device() if device is None else device,
+        ranks = ranks_of("ParallelTransformerBlock", comm)[0]
+        of_norm: dict[str, Any] = {"device": ranks.get_device() if device is None else device,
                                    "dtype": options.get("dtype")}  # fmt: skip
         if norm_eps is not None:
             of_norm["eps"] = norm_eps

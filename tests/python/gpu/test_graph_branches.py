@@ -287,7 +287,6 @@ def step_of_a_layer(comm, algorithm, sequence_parallel, rows=512):
         block.zero_grad(set_to_none=True)
         x.grad = None
         block(x).square().sum().backward()
-        tnn.sync_replicated_grads(block)
 
     return step
 

@@ -1,12 +1,23 @@
 """A model as in torchtitan, whose code has no ranks, and plans of styles for it."""
 
+from datetime import timedelta
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torch_overlap.nn.styles import ColumnParallel, RowParallel, SequenceParallel, ShardInput, SharedGather
 
 DIM, HEADS, HEAD_DIM, HIDDEN, VOCABULARY, SEQUENCE = 24, 6, 4, 48, 30, 12
+
+
+def start(rank, size, store, shape=None, names=("tp",), backend="torch_overlap"):
+    """Returns a mesh. DTensor's cache may have meshes of an earlier test in this process, whose groups are gone."""
+    _clear_sharding_prop_cache()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    return dist.init_device_mesh("cpu", shape or (size,), mesh_dim_names=names)
 
 
 class Attention(nn.Module):

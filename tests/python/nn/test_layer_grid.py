@@ -44,7 +44,6 @@ def step(module, x, factor):
     leaf = x.clone().requires_grad_()
     y = module(leaf)
     (y * factor).sum().backward()
-    tnn.sync_replicated_grads(module)
     tnn.update_float8_scales(module)
     return {"y": y.detach(), "x": leaf.grad, **{name: p.grad.clone() for name, p in module.named_parameters()}}
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import torch_overlap as to
-from torch_overlap.nn import ColumnParallelLinear, RowParallelLinear, sync_replicated_grads
+from torch_overlap.nn import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -57,7 +57,6 @@ def test_column(problem, seed, size, features, bias, sequence_parallel, shape, d
             for got, full in zip(outputs, want, strict=True):
                 close(got.detach(), part(full, output_dim, comm))
             sum((part(f, output_dim, comm) * y * y).sum() for f, y in zip(factors, outputs, strict=True)).backward()
-            sync_replicated_grads(layer)
             close(mine.grad, part(x_grad, dim if sequence_parallel else None, comm))
             for linear, weight, layer_bias in zip(linears, layer.weights, layer.biases, strict=True):
                 close(weight.grad, part(linear.weight.grad, 0, comm))
@@ -91,7 +90,6 @@ def test_row(problem, seed, size, bias, sequence_parallel, shape, dim, input_is_
             output = layer(mine)
             close(output.detach(), part(want, output_dim, comm))
             (part(factor, output_dim, comm) * output * output).sum().backward()
-            sync_replicated_grads(layer)
             close(mine.grad, part(x_grad, input_dim, comm))
             close(layer.weight.grad, part(linear.weight.grad, 1, comm))
             assert (layer.bias is not None) == bias
@@ -158,7 +156,6 @@ def test_autocast(problem, seed, size, sequence_parallel):
             got = layers(mine)
         assert got.dtype == torch.bfloat16
         got.float().square().sum().backward()
-        sync_replicated_grads(layers)
         torch.testing.assert_close(got.detach(), part(want.detach(), dim, comm), rtol=5e-2, atol=0.5)
         pairs = [(mine.grad, part(x.grad, dim, comm)), (layers[0].weight.grad, part(up.weight.grad, 0, comm)),
                  (layers[1].weight.grad, part(down.weight.grad, 1, comm)), (layers[1].bias.grad, down.bias.grad),
@@ -234,11 +231,11 @@ def test_a_mistake_is_an_error_that_says_what_to_do(message):
 
 
 TYPES = {
-    r"ColumnParallelLinear: expected comm as a TorchComm, got 'tp' \(str\); new_comm makes one, get_comm\(name\)":
+    r"ColumnParallelLinear: expected comm as a TorchComm or a DeviceMesh, got 'tp' \(str\); new_comm makes a ":
         lambda c: ColumnParallelLinear(4, 2, "tp"),
-    r"RowParallelLinear: expected comm as a TorchComm, got .*ProcessGroup.*; new_comm":
+    r"RowParallelLinear: expected comm as a TorchComm or a DeviceMesh, got .*ProcessGroup.*; new_comm":
         lambda c: RowParallelLinear(4, 2, torch.distributed.ProcessGroup(0, 1)),
-    r"ParallelMLP: expected comm as a TorchComm, got None": lambda c: to.nn.ParallelMLP(4, 4, None),
+    r"ParallelMLP: expected comm as a TorchComm or a DeviceMesh, got None": lambda c: to.nn.ParallelMLP(4, 4, None),
     r"RowParallelLinear: expected fp8 as a Float8Recipe, got 'delayed' \(str\); write Float8Recipe":
         lambda c: RowParallelLinear(32, 32, c, fp8="delayed"),
     r"ColumnParallelLinear.from_linear: expected an nn.Linear or several, got Conv1d":

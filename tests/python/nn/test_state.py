@@ -146,6 +146,9 @@ def test_sync_sums_what_is_partial_and_nothing_else(size, change):
         for parameter in module.parameters():
             parameter.grad = torch.full_like(parameter, factor)
         module[0].bias.grad = None
+        tnn.sync_replicated_grads(module, comm)  # there is nothing to do: backward sums
+        assert all(p.grad is None or (p.grad == factor).all() for p in module.parameters())
+        tnn.defer_replicated_grads(module)
         tnn.sync_replicated_grads(module, comm)
         total = size * (size + 1) / 2
         wanted = {"0.weight": total, "2.bias": total}
@@ -167,6 +170,7 @@ def test_sync_keeps_to_the_communicator_it_is_given_and_counts_a_shared_paramete
         tnn.mark_replicated(nn.Sequential(first, second), comm)
         tnn.mark_replicated(third, other)
         module = nn.Sequential(first, second, third)
+        tnn.defer_replicated_grads(module)
         for parameter in module.parameters():
             parameter.grad = torch.ones(4)
         tnn.sync_replicated_grads(module, other)

@@ -2,14 +2,14 @@
 
 import copy
 import functools
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llama_cases import DIM, HEAD_DIM, HEADS, HIDDEN, SEQUENCE, VOCABULARY, Llama, plan
+from llama_cases import DIM, HEAD_DIM, HEADS, HIDDEN, SEQUENCE, VOCABULARY, Llama, plan, start
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -20,11 +20,6 @@ from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 BATCH = 2
-
-
-def start(rank, size, store, backend="torch_overlap"):
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    return dist.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
 
 
 def close(got, want):
@@ -39,18 +34,19 @@ def train_both(model, whole, tokens, targets, run=lambda model: model):
         logits = one(tokens)
         losses.append(F.cross_entropy(getattr(logits, "logits", logits).flatten(0, 1), targets.flatten()))
         losses[-1].backward()
-    to.nn.sync_replicated_grads(model)
     close(losses[0], losses[1])
 
 
-def compare_gradients(model, whole, comm):
+def compare_gradients(model, whole):
     split, full = to.nn.split_parameters(model), dict(whole.named_parameters())
     assert {name for name, _ in model.named_parameters()} == set(full)
     for name, parameter in model.named_parameters():
-        want = full[name].grad
-        if name in split:
-            want = want.chunk(comm.get_size(), split[name][1])[comm.get_rank()]
-        close(parameter.grad, want)
+        want, got = full[name].grad, parameter.grad
+        if isinstance(got, DTensor):
+            assert got.placements == parameter.placements
+            assert got.placements[0] == (Shard(split[name][1]) if name in split else Replicate())
+            got = got.full_tensor()
+        close(got, want)
     return split
 
 
@@ -64,7 +60,6 @@ def titan(rank, size, store, seed, sequence_parallel, kv_heads, bias, algorithm)
     whole.load_state_dict(received[0])
     model.tok_embeddings.load_state_dict(whole.tok_embeddings.state_dict())
     parallelize_module(model, mesh, plan(sequence_parallel, algorithm))
-    comm = comm_of(mesh)
     full = to.nn.full_state_dict(model)
     assert all(torch.equal(full[name], value) for name, value in whole.state_dict().items())
     assert isinstance(model.layers["0"].attention.wq, ColumnParallelLinear)
@@ -75,7 +70,7 @@ def titan(rank, size, store, seed, sequence_parallel, kv_heads, bias, algorithm)
         whole.zero_grad()
         tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=generator)
         train_both(model, whole, tokens, targets)
-        split = compare_gradients(model, whole, comm)
+        split = compare_gradients(model, whole)
     assert len(split) == 2 * (7 + (5 if bias else 0)) + 1
 
 
@@ -101,7 +96,7 @@ def recomputed(rank, size, store, seed):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
     train_both(model, whole, tokens, targets)
-    compare_gradients(model, whole, comm_of(mesh))
+    compare_gradients(model, whole)
 
 
 def test_activation_checkpointing_of_a_copied_model(seed):
@@ -125,8 +120,8 @@ def counted(rank, size, store, sequence_parallel):
 
 def test_linears_that_share_their_input_share_one_transfer():
     # Forward: two gathers and two sums per block; the head gathers its input and the logits. Backward: two gathers, two
-    # sums and two repeated gathers per block; a gather and a sum of the head; the embedding's gradient.
-    assert run_ranks(counted, 2, True, comm=False) == [(2 * 4 + 2, 2 * 6 + 2 + 1)] * 2
+    # sums and two repeated gathers per block; a gather and a sum of the head; the embedding's gradient; 5 norms' sums.
+    assert run_ranks(counted, 2, True, comm=False) == [(2 * 4 + 2, 2 * 6 + 2 + 1 + 5)] * 2
     # Forward: two sums per block, and the logits. Backward: two sums per block, and one of the head.
     assert run_ranks(counted, 2, False, comm=False) == [(2 * 2 + 1, 2 * 2 + 1)] * 2
 
@@ -160,7 +155,7 @@ def hugging_face(rank, size, store, seed, sequence_parallel):
     parallelize_module(model, mesh, styles)
     tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
     train_both(model, whole, tokens, targets)
-    compare_gradients(model, whole, comm_of(mesh))
+    compare_gradients(model, whole)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -186,7 +181,7 @@ def compiled(rank, size, store, seed, sequence_parallel, backend):
         whole.zero_grad()
         tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=generator)
         train_both(model, whole, tokens, targets, lambda _: run)
-        compare_gradients(model, whole, comm_of(mesh))
+        compare_gradients(model, whole)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +233,7 @@ def test_a_mistake_is_an_error_that_says_what_to_do():
 
 
 def stock_backend(rank, size, store):
-    mesh = start(rank, size, store, "gloo")
+    mesh = start(rank, size, store, backend="gloo")
     refuses(ValueError, r"^comm_of: expected a mesh over backend 'torch_overlap', got 'gloo'", lambda: comm_of(mesh))
     dist.barrier()  # gloo gives a rank its group while another still connects, which fails if the first has left
 

@@ -89,7 +89,6 @@ def compare(problem, seed, size, make, reference, *, sequence_parallel, dim):
         got = module(mine)
         close(got.detach(), part(want.detach(), rows, comm))
         (part(factor, rows, comm) * got * got).sum().backward()
-        tnn.sync_replicated_grads(module)
         close(mine.grad, part(whole.grad, rows, comm))
         split = tnn.split_parameters(module)
         for name, parameter in module.named_parameters():

@@ -48,7 +48,6 @@ def check_data_parallel(rank, size, store, seed, how):
     else:
         model = fully_shard(layer, mesh=mesh["dp"])
     model(x).square().sum().backward()
-    to.nn.sync_replicated_grads(model)
     grads = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
     grads = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
 

@@ -62,7 +62,6 @@ def compare(comm: to.TorchComm, products: Products, joined: bool, activation: st
     def step(block: Any, x: Tensor, grad: Tensor) -> list[Tensor]:
         y = block(x)
         y.backward(grad)
-        to.nn.sync_replicated_grads(block)
         return [y.detach(), *(t.grad for t in (x, *block.parameters()))]
 
     wanted = step(*make())
