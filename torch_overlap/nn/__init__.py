@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torch_overlap.nn.cross_entropy import vocabulary_parallel_cross_entropy
 from torch_overlap.nn.float8 import Float8Recipe, update_float8_scales
 from torch_overlap.nn.layout import (
     ParameterLayout,
@@ -53,6 +54,7 @@ __all__ = [
     "styles",
     "sync_replicated_grads",
     "update_float8_scales",
+    "vocabulary_parallel_cross_entropy",
 ]
 
 

@@ -1,0 +1,75 @@
+"""Cross entropy of logits that are split by vocabulary, compared with torch's on the whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torch_overlap.nn import vocabulary_parallel_cross_entropy
+from torch_overlap.testing import run_ranks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+def test_values_and_gradients(seed, size, reduction, smoothing, dtype, tolerance):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (30 * torch.randn(3, 5, 6 * size, generator=generator, dtype=torch.float64)).to(dtype)
+    targets = torch.randint(6 * size, (3, 5), generator=generator)
+    targets[torch.rand(3, 5, generator=generator) < 0.3] = -7
+    targets[0, 0] = 6 * size - 1
+    factor = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    whole = logits.double().detach().clone().requires_grad_()
+    options = {"ignore_index": -7, "reduction": reduction, "label_smoothing": smoothing}
+    want = F.cross_entropy(whole.flatten(0, 1), targets.flatten(), **options)
+    want = want.view(3, 5) if reduction == "none" else want
+    (want * factor).sum().backward()
+
+    def rank(comm):
+        mine = logits.chunk(size, -1)[comm.get_rank()].clone().requires_grad_()
+        for run in (vocabulary_parallel_cross_entropy, compiled):
+            mine.grad = None
+            got = run(mine, targets, comm, **options)
+            (got * factor).sum().backward()
+            assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            torch.testing.assert_close(got.double().detach(), want.detach(), rtol=tolerance, atol=tolerance)
+            wanted = whole.grad.chunk(size, -1)[comm.get_rank()]
+            torch.testing.assert_close(mine.grad.double(), wanted, rtol=tolerance, atol=tolerance)
+
+    compiled = vocabulary_parallel_cross_entropy
+    if size == 2 and reduction == "mean" and dtype == torch.float32:
+        compiled = torch.compile(vocabulary_parallel_cross_entropy, backend="aot_eager")
+    run_ranks(rank, size, backend="local")
+
+
+def test_extreme_logits_and_rows_without_loss():
+    def rank(comm):
+        logits = torch.tensor([[-1e30, 1e30], [float("-inf"), 0.0], [3e38, -3e38]])
+        targets = torch.tensor([3, 1, -100])
+        both = torch.cat([logits, logits], -1)
+        got = vocabulary_parallel_cross_entropy(logits, targets, comm, reduction="none")
+        torch.testing.assert_close(got, F.cross_entropy(both, targets, reduction="none"))
+        assert vocabulary_parallel_cross_entropy(logits, torch.full((3,), -100), comm).isnan()  # as torch's
+        assert vocabulary_parallel_cross_entropy(logits[:0], targets[:0], comm, reduction="sum") == 0
+
+    run_ranks(rank, 2, backend="local")
+
+
+def test_mistakes_are_errors():
+    def rank(comm):
+        x, t = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+        for error, message, args, options in [
+            (ValueError, r"expected logits \[..., V/n\] and targets \[...\], got shapes \[4, 3\] and", (x, t[:3]), {}),
+            (ValueError, "expected floating-point logits and int64 targets, got torch.float32 and", (x, t.int()), {}),
+            (ValueError, "expected reduction of mean, sum, none, got 'max'", (x, t), {"reduction": "max"}),
+            (ValueError, "expected label_smoothing from 0 to 1, got 2", (x, t), {"label_smoothing": 2}),
+            (IndexError, "expected targets from 0 to 5 or -100, got 6 to 6", (x, t + 6), {}),
+        ]:  # fmt: skip
+            with pytest.raises(error, match=message):
+                vocabulary_parallel_cross_entropy(*args, comm, **options)
+
+    run_ranks(rank, 2, backend="local")

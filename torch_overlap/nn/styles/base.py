@@ -1,0 +1,85 @@
+"""The base of all styles."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from torch_overlap._C import TorchComm
+from torch_overlap.nn.layout import layout_of, replace_parameter
+
+_Layer = TypeVar("_Layer", bound=nn.Module)
+
+
+class Style(ParallelStyle):
+    """The common part: the options of the layers, and values of rank `src_data_rank` on all ranks, as in torch's
+    styles."""
+
+    def __init__(self, sequence_parallel: bool = True, sequence_dim: int = 1, **options: Any) -> None:
+        super().__init__()
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.options = {"sequence_parallel": sequence_parallel, **options}
+
+    def _linear(self, module: nn.Module, name: str = "") -> nn.Linear:
+        who = type(self).__name__
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            at = f" at '{name}'" if name else ""
+            raise TypeError(f"{who}: expected an nn.Linear{at}, got {type(module).__name__}; change the plan")
+        return module
+
+    def _synchronize(self, module: nn.Module, comm: TorchComm) -> None:
+        """Moves the parameters to the communicator's device, with the values of rank `src_data_rank`."""
+        for child in module.modules():
+            if layout_of(child) is not None:
+                continue
+            for name, parameter in child.named_parameters(recurse=False):
+                if isinstance(parameter, DTensor):
+                    raise TypeError(f"{type(self).__name__}: expected plain parameters, got '{name}' of "
+                                    f"{type(child).__name__} as a DTensor of {parameter.device_mesh}. Parallelize the "
+                                    "model once: without tp_plan, and before fully_shard.")  # fmt: skip
+                if not parameter.is_meta:
+                    parameter.data = parameter.data.to(comm.get_device()).contiguous()
+                    if self.src_data_rank is not None:
+                        comm.broadcast(parameter.data, self.src_data_rank, async_op=False)
+
+    def _columns(self, module: nn.Module, ranks: int, multiple_of: int, name: str = "") -> nn.Linear:
+        linear = self._linear(module, name)
+        if linear.out_features % (ranks * multiple_of) != 0:
+            raise ValueError(
+                f"{type(self).__name__}: expected out_features divisible by {ranks} ranks times {multiple_of} "
+                f"(multiple_of), got {linear.out_features}; use fewer ranks"
+            )
+        return linear
+
+    def split_dims(self, module: nn.Module, ranks: int) -> dict[str, int]:
+        """Returns the parameters of `module` that are split over `ranks` ranks: name -> dimension. Others stay whole.
+
+        Raises: as with parallelize_module.
+        """
+        return {}
+
+
+def become(module: nn.Module, layer: _Layer) -> _Layer:
+    """Turns `module` into `layer`, keeping its hooks: parallelize_module ignores the module that a style returns."""
+    for name, old in module.named_parameters(recurse=False):
+        replace_parameter(layer, name, old)
+    hooks = {name: value for name, value in vars(module).items() if "hook" in name}
+    module.__dict__ = {**vars(layer), **hooks}
+    module.__class__ = type(layer)
+    assert isinstance(module, type(layer))
+    return module
+
+
+def first_tensor(who: str, args: tuple[Any, ...], kwargs: dict[str, Any], argument: str) -> Tensor:
+    x = args[0] if args else kwargs.get(argument)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{who}: expected a tensor as the first argument or as '{argument}', got {type(x).__name__}; "
+                        "name it with argument=...")  # fmt: skip
+    return x
+
+
+def with_first(args: tuple[Any, ...], kwargs: dict[str, Any], argument: str, x: Tensor) -> Any:
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, argument: x})

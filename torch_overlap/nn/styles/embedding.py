@@ -1,0 +1,76 @@
+"""The style that splits an embedding by vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_overlap import ops
+from torch_overlap.nn.layout import ParameterLayout, comm_of, compute_locally, replace_parameter, set_layout
+from torch_overlap.nn.styles.base import Style
+
+
+class VocabularyParallel(Style):
+    """Splits the rows of an nn.Embedding, or of a subclass that scales its result, over the ranks.
+
+    Each rank looks up the tokens of its part, and the ranks' results are summed. The result is whole on every rank, as
+    its gradient must be. A head that is tied to the embedding stays tied under `ColumnParallel`.
+
+    Raises:
+        TypeError: not an nn.Embedding.
+        ValueError: the number of ranks does not divide the vocabulary; an embedding with max_norm.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _embedding(self, module: nn.Module, ranks: int) -> nn.Embedding:
+        if not isinstance(module, nn.Embedding):
+            raise TypeError(f"VocabularyParallel: expected an nn.Embedding, got {type(module).__name__}; change the "
+                            "plan")  # fmt: skip
+        if module.num_embeddings % ranks != 0 or module.weight.size(0) != module.num_embeddings:
+            raise ValueError(f"VocabularyParallel: expected num_embeddings divisible by {ranks} ranks, got "
+                             f"{module.num_embeddings}. Pad the vocabulary, or leave it replicated.")  # fmt: skip
+        if module.max_norm is not None:
+            raise ValueError("VocabularyParallel: expected an embedding without max_norm, got "
+                             f"{module.max_norm}. Leave it replicated.")  # fmt: skip
+        return module
+
+    def split_dims(self, module: nn.Module, ranks: int) -> dict[str, int]:
+        self._embedding(module, ranks)
+        return {"weight": 0}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        comm = comm_of(device_mesh)
+        size, rank = comm.get_size(), comm.get_rank()
+        embedding = self._embedding(module, size)
+        self._synchronize(embedding, comm)
+        whole = cast("nn.Parameter", embedding.weight)
+        part = whole.detach().chunk(size)[rank].clone()
+        embedding.weight = nn.Parameter(part, requires_grad=whole.requires_grad)
+        set_layout(embedding, ParameterLayout(comm, {"weight": 0}, mesh=device_mesh))
+        replace_parameter(embedding, "weight", whole)
+        compute_locally(embedding)
+        rows = part.size(0)
+        first = rank * rows
+        if embedding.padding_idx is not None:  # its row gets no gradient, on the rank that has it
+            own = embedding.padding_idx - first
+            embedding.padding_idx = own if 0 <= own < rows else None
+        foreign: list[Tensor] = []  # of the call that runs
+
+        def to_own(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            tokens = args[0] if args else kwargs["input"]
+            own = tokens - first
+            # A token outside of the vocabulary stays so, and the lookup raises.
+            outside = ((own < 0) | (own >= rows)) & (tokens >= 0) & (tokens < rows * size)
+            foreign[:] = [outside]
+            return (own.masked_fill(outside, 0), *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}
+
+        def add(_: nn.Module, args: Any, y: Tensor) -> Tensor:
+            return ops.all_reduce(y.masked_fill(foreign.pop().unsqueeze(-1), 0), comm, grad="I")
+
+        embedding.register_forward_pre_hook(to_own, with_kwargs=True)
+        embedding.register_forward_hook(add)
+        return module

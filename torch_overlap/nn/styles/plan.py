@@ -1,0 +1,64 @@
+"""Applies plans of styles to whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from torch_overlap.nn.layout import comm_of, replicate
+from torch_overlap.nn.styles.base import Style
+from torch_overlap.nn.styles.pretrained import gather_when_saved, is_pretrained
+
+
+class Replicated(Style):
+    """Replicates what no other style of the plan has taken: its parameters and gradients are whole on every rank.
+
+    For modules whose input is the same on all ranks, such as an embedding before `ShardInput`. `parallelize` applies it
+    last, to the whole model; in a plan for `parallelize_module` it is the entry `"": Replicated()`, at the end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        comm = comm_of(device_mesh)
+        self._synchronize(module, comm)
+        replicate(module, comm, device_mesh, is_partial=False)
+        return module
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, src_data_rank: int | None = 0
+) -> nn.Module:
+    """Applies a plan to a model, and replicates all parameters that the plan does not name. Collective.
+
+    Afterwards every parameter is a DTensor of `mesh`, and state_dict() has DTensors of whole tensors. Of a model of
+    transformers, `save_pretrained`, called by all ranks, writes whole tensors on rank 0.
+
+    Args:
+        model: the unsharded model, the same code on all ranks.
+        mesh: a mesh of one dimension of backend "torch_overlap", as `mesh["tp"]`.
+        plan: module names, which may have `*`, and styles.
+        src_data_rank: the rank whose values all ranks get; None: each rank keeps its own, which must be equal.
+
+    Returns: the model.
+
+    Raises:
+        TypeError, ValueError: as the styles do; a key matches no module; a parameter that two modules share would be
+            split in two ways.
+    """
+    paths = [name.split(".") for name, _ in model.named_modules()]
+    for key in plan:
+        pattern = key.split(".")
+        if not any(len(path) == len(pattern) and all(map(fnmatch, path, pattern)) for path in paths):
+            raise ValueError(f"parallelize: expected module names of {type(model).__name__} as the keys of the plan, "
+                             f"got '{key}', which matches none. Compare it with those of named_modules().")  # fmt: skip
+    parallelize_module(model, mesh, dict(plan), src_data_rank=src_data_rank)
+    parallelize_module(model, mesh, Replicated(), src_data_rank=src_data_rank)
+    if is_pretrained(model):
+        gather_when_saved(model, mesh.size())
+    return model

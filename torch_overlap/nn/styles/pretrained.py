@@ -1,0 +1,223 @@
+"""Plans for models of Hugging Face transformers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections import defaultdict
+from fnmatch import fnmatch
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from torch_overlap.nn.cross_entropy import vocabulary_parallel_cross_entropy
+from torch_overlap.nn.layout import comm_of
+from torch_overlap.nn.styles.base import Style
+from torch_overlap.nn.styles.embedding import VocabularyParallel
+from torch_overlap.nn.styles.linear import ColumnParallel, RowParallel, SharedGather
+from torch_overlap.nn.styles.sequence import GatherSequence, SequenceParallel, ShardInput
+
+_COLUMNS = {"colwise": False, "colwise_gather_output": True}  # word of a tp_plan -> gather_output
+_ROWS = {"rowwise": True, "rowwise_split_input": False}  # -> input_is_parallel
+_PARTIAL = ("replicated_with_grad_allreduce",)
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Returns True for a model of transformers."""
+    return hasattr(model, "save_pretrained") and hasattr(model, "config")
+
+
+def gather_when_saved(model: Any, ranks: int) -> None:
+    """Sets the config that makes save_pretrained gather DTensors. Does nothing before transformers 5.
+
+    It is not a part of the config's files.
+    """
+    try:
+        distributed = importlib.import_module("transformers.distributed.configuration_utils")
+    except ImportError:
+        return
+    model.config.distributed_config = distributed.DistributedConfig(tp_size=ranks, tp_plan={})
+
+
+class ParallelLoss(Style):
+    """Computes the loss of a causal language model of transformers from logits that are split by vocabulary.
+
+    For the model itself, `""` in a plan, with a head under `ColumnParallel(gather_output=False)`: the logits of the
+    output are this rank's part of the vocabulary.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        comm = comm_of(device_mesh)
+
+        def loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None,
+                 ignore_index: int = -100, shift_labels: Tensor | None = None, **_: Any) -> Tensor:  # fmt: skip
+            if shift_labels is None:  # a row predicts the next token
+                shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            reduction = "mean" if num_items_in_batch is None else "sum"
+            total = vocabulary_parallel_cross_entropy(
+                logits.float(), shift_labels.to(logits.device), comm, ignore_index=ignore_index, reduction=reduction
+            )
+            return total if num_items_in_batch is None else total / num_items_in_batch
+
+        module.loss_function = loss  # type: ignore[assignment]
+        return module
+
+
+class Plan(dict[str, ParallelStyle]):
+    """A plan, and `notes`: sentences that say what was decided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def __str__(self) -> str:
+        styles = [f"{name}: {type(style).__name__}" for name, style in self.items()]
+        return "\n".join([*styles, *self.notes])
+
+
+def plan_for(
+    model: nn.Module, ranks: int, *, sequence_parallel: bool = True, gather_logits: bool = True, **options: Any
+) -> Plan:
+    """Returns a plan for a causal language model of transformers that has a `tp_plan`, for `parallelize`.
+
+        plan = plan_for(model, mesh.size())
+        print(plan)
+        parallelize(model, mesh, plan)
+
+    Projections that share their input share one gather, the embedding and the head are split by vocabulary, a tie of
+    the two is kept, and gradients of norms of split heads are summed. The model's outputs are those of the unsharded
+    model; with `sequence_parallel`, hidden states between layers (`output_hidden_states`) are this rank's rows.
+
+    Args:
+        model: the unsharded model.
+        ranks: the number of ranks of the mesh.
+        sequence_parallel: if True, each rank has its part of the sequence between the layers' products.
+        gather_logits: if False, the logits of the output are this rank's part of the vocabulary, and the loss is
+            computed from the parts (`ParallelLoss`). Saves memory and transfers in training; generation needs them
+            gathered.
+        options: algorithm, require_fused, keep_gathered and fp8 of the linear layers.
+
+    Raises:
+        TypeError: the model has no tp_plan.
+        ValueError: the tp_plan has a rule that no style serves, or with sequence_parallel a module of which it cannot
+            be told whether it works on rows of its own.
+    """
+    if not getattr(model, "tp_plan", None) or not is_pretrained(model):
+        raise TypeError(f"plan_for: expected a model of transformers with a tp_plan, got {type(model).__name__}. Write "
+                        "a plan of the names of its layers; see torch_overlap.nn.styles.")  # fmt: skip
+    return _Planner(model, ranks, sequence_parallel, gather_logits, options).make()
+
+
+class _Planner:
+    def __init__(self, model: Any, ranks: int, sequence_parallel: bool, gather_logits: bool,
+                 options: dict[str, Any]) -> None:  # fmt: skip
+        self.model, self.ranks = model, ranks
+        self.sequence_parallel, self.gather_logits = sequence_parallel, gather_logits
+        self.options = {"sequence_parallel": sequence_parallel, **options}
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self.rules: dict[str, str] = dict(model.tp_plan)
+        self.plan = Plan()
+
+    def make(self) -> Plan:
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        ends = {name: m for name, m in self.modules.items() if m is head or m is embedding}
+        if self.sequence_parallel:
+            self._split_sequence(ends)
+        self._add_layers(ends)
+        self._add_ends(head, embedding, ends)
+        return self.plan
+
+    def _matching(self, pattern: str) -> list[str]:
+        path = pattern.split(".")
+        return [name for name in self.modules if len(parts := name.split(".")) == len(path)
+                and all(map(fnmatch, parts, path))]  # fmt: skip
+
+    def _add_layers(self, ends: dict[str, nn.Module]) -> None:
+        columns: dict[tuple[str, bool], list[str]] = defaultdict(list)
+        for pattern, word in self.rules.items():
+            names = [name for name in self._matching(pattern) if name not in ends]
+            if not names:
+                continue
+            parent, _, child = pattern.rpartition(".")
+            if word in _COLUMNS:
+                columns[parent, _COLUMNS[word]].append(child)
+            elif word in _ROWS:
+                self.plan[pattern] = RowParallel(input_is_parallel=_ROWS[word], **self._row_options())
+            elif word in _PARTIAL:
+                self.plan[pattern] = SequenceParallel()
+            else:
+                known = ", ".join([*_COLUMNS, *_ROWS, *_PARTIAL])
+                raise ValueError(f"plan_for: expected rules of {known} in the tp_plan of {type(self.model).__name__}, "
+                                 f"got '{word}' for '{pattern}'. Write a plan by hand.")  # fmt: skip
+        for (parent, gathers), children in columns.items():
+            if parent in self.plan:
+                raise ValueError(f"plan_for: expected projections of one kind in '{parent}', got some with gathered "
+                                 "outputs and some without. Write a plan by hand.")  # fmt: skip
+            example = self.modules[self._matching(parent)[0]]
+            self.plan[parent] = SharedGather(
+                *children, argument=_first_argument(example), gather_output=gathers,
+                multiple_of=1 if gathers else int(getattr(example, "head_dim", 1)), **self.options,
+            )  # fmt: skip
+
+    def _row_options(self) -> dict[str, Any]:
+        return {name: value for name, value in self.options.items() if name != "keep_gathered"}
+
+    def _add_ends(self, head: Any, embedding: Any, ends: dict[str, nn.Module]) -> None:
+        tied = head is not None and embedding is not None and head.weight is embedding.weight
+        for name, module in ends.items():
+            rows = module.get_parameter("weight").size(0)
+            if rows % self.ranks != 0:
+                self.plan.notes.append(f"{name} is replicated: {self.ranks} ranks do not divide {rows}")
+            elif module is embedding:
+                self.plan[name] = VocabularyParallel()
+            else:
+                head_options = {**self._row_options(), "sequence_parallel": False}
+                self.plan[name] = ColumnParallel(gather_output=self.gather_logits, **head_options)
+                if not self.gather_logits:
+                    self.plan[""] = ParallelLoss()
+        if tied:
+            self.plan.notes.append("the head stays tied to the embedding")
+
+    def _split_sequence(self, ends: dict[str, nn.Module]) -> None:
+        """Shards the sequence at the first layer, gathers it at the last norm, and marks the norms between."""
+        layers = sorted({pattern.split("*")[0].rstrip(".") for pattern in self.rules if "*" in pattern})
+        if len(layers) != 1 or f"{layers[0]}.0" not in self.modules:
+            raise ValueError(f"plan_for: expected one list of layers in the tp_plan of {type(self.model).__name__}, "
+                             f"got {layers}. Use sequence_parallel=False, or write a plan by hand.")  # fmt: skip
+        (path,) = layers
+        first = self.modules[f"{path}.0"]
+        self.plan[f"{path}.0"] = ShardInput(argument=_first_argument(first))
+        for name, module in first.named_modules():
+            if not any(True for _ in module.parameters(recurse=False)) or f"{path}.*.{name}" in self.rules:
+                continue
+            if "." in name or isinstance(module, nn.Linear):
+                if self._is_replicated(f"{path}.*.{name}"):
+                    continue
+                raise ValueError(f"plan_for: expected a rule for '{name}' ({type(module).__name__}) of the layers of "
+                                 f"{type(self.model).__name__}, or a norm of the layer itself, got none. Use "
+                                 "sequence_parallel=False, or write a plan by hand.")  # fmt: skip
+            self.plan[f"{path}.*.{name}"] = SequenceParallel()
+        base = path.rpartition(".")[0]
+        others = [name for name, module in self.modules.items()
+                  if name not in ends and name.rpartition(".")[0] == base and name != path
+                  and any(True for _ in module.parameters())]  # fmt: skip
+        if len(others) != 1:
+            raise ValueError(f"plan_for: expected one norm after the layers of {type(self.model).__name__}, got "
+                             f"{others}. Use sequence_parallel=False, or write a plan by hand.")  # fmt: skip
+        self.plan[others[0]] = GatherSequence()
+
+    def _is_replicated(self, pattern: str) -> bool:
+        """Returns True for a module after a gathered output, as a norm of all heads: every rank computes all of it."""
+        parent = pattern.rpartition(".")[0]
+        words = {word for rule, word in self.rules.items() if rule.rpartition(".")[0] == parent}
+        return words == {"colwise_gather_output", "rowwise_split_input"}
+
+
+def _first_argument(module: nn.Module) -> str:
+    return next(iter(inspect.signature(module.forward).parameters))
