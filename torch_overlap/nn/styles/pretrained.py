@@ -105,8 +105,8 @@ def plan_for(
 
     Raises:
         TypeError: the model has no tp_plan.
-        ValueError: the tp_plan has a rule that no style serves, or with sequence_parallel a module of which it cannot
-            be told whether it works on rows of its own.
+        ValueError: the tp_plan has a rule that no style serves, or with sequence_parallel a module that may or may not
+            work on rows of its own.
     """
     if not getattr(model, "tp_plan", None) or not is_pretrained(model):
         raise TypeError(f"plan_for: expected a model of transformers with a tp_plan, got {type(model).__name__}. Write "
