@@ -19,7 +19,7 @@ CURRENT := build/current
 # The CMake that configured the build made last.
 CMAKE = $(shell sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' $(CURRENT)/CMakeCache.txt)
 
-.PHONY: help build demo test test-python test-cpp check compat conformance gpu-test bench results sanitize sanitize-quick \
+.PHONY: help build demo test test-python test-cpp test-frameworks check compat conformance gpu-test bench results sanitize sanitize-quick \
         sanitize-gpu stress format lint lint-tidy wheel check-wheel clean check-python
 .DEFAULT_GOAL := help
 
@@ -58,6 +58,10 @@ endef
 
 .venv/.lint: pyproject.toml | .venv/.packages
 	.venv/bin/python -m pip install -q $$(sed -n 's/^lint = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	@touch $@
+
+.venv/.frameworks: pyproject.toml | .venv/.packages
+	.venv/bin/python -m pip install -q $$(sed -n 's/^frameworks = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	@touch $@
 
 check-python:
@@ -158,6 +162,11 @@ sanitize-gpu: build
 	$(PY) -m torch.distributed.run --standalone --nproc_per_node 2 --no-python \
 	  compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no --launch-timeout 300 --error-exitcode 9 \
 	  $(PY) -m pytest -x $(GPU_TESTS)
+
+# Tests with models of transformers, which `make test` skips where that is not installed.
+test-frameworks: build $(if $(PYTHON),,.venv/.frameworks)
+	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/python/nn/test_pretrained.py tests/python/nn/test_styles.py -k 'transformers or pretrained' \
+	  $(two_at_a_time) $(PYTEST_ARGS)
 
 # torch's own tests of c10d backends, on torch_overlap and on gloo; writes docs/conformance.md. `make test` runs those that
 # gloo passes.
