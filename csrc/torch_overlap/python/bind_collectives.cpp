@@ -18,8 +18,7 @@ WorkPtr run(std::string_view op, const py::handle& async_op, const py::handle& h
   static const OpOptions kNone;
   const bool is_async = to_bool(op, "async_op", async_op);
   if (hints.is_none() && timeout.is_none() && options.is_none()) {
-    const py::gil_scoped_release no_gil;
-    return operation(is_async, kNone);
+    return without_gil([&] { return operation(is_async, kNone); });
   }
   const OpOptions merged = to_options<Options>(op, hints, timeout, options);
   return without_gil([&] { return operation(is_async, merged); });

@@ -21,8 +21,7 @@ WorkPtr run_on_window(std::string_view op, H async_op, H hints, H timeout,
   static const OpOptions kNone;
   const bool is_async = to_bool(op, "async_op", async_op);
   if (hints.is_none() && timeout.is_none()) {
-    const py::gil_scoped_release no_gil;
-    return operation(is_async, kNone);
+    return without_gil([&] { return operation(is_async, kNone); });
   }
   OpOptions options;
   if (!hints.is_none()) options.hints = to_hints(op, hints);

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <limits>
+#include <utility>
 
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/comm/shutdown.h"
@@ -134,9 +135,18 @@ const ReduceOp& to_reduce_op(std::string_view name, py::handle op) {
   }
 }
 
-void Warnings::emit() {
-  for (const std::string& message : messages_) {
-    if (PyErr_WarnEx(PyExc_UserWarning, message.c_str(), 1) < 0) throw py::error_already_set();
+void Warnings::emit_all() {
+  const auto warnings = std::exchange(warnings_, {});
+  for (const c10::Warning& warning : warnings) {
+    if (PyErr_WarnEx(PyExc_UserWarning, warning.msg().c_str(), 1) < 0)
+      throw py::error_already_set();
+  }
+}
+
+void Warnings::forward() noexcept {
+  try {
+    for (const c10::Warning& warning : warnings_) c10::warn(warning);
+  } catch (const std::exception&) {  // out of memory: the exception of the call is what counts
   }
 }
 

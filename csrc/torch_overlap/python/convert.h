@@ -59,14 +59,25 @@ py::object from_exception(const std::exception_ptr& error);
 py::handle error_class_of(ErrorKind kind);
 
 // Collects the warnings of a call that runs without the GIL, until they can become Python warnings.
+// If the call throws, they go to the handler that was set before: one call raises one exception.
 class Warnings : public c10::WarningHandler {
  public:
-  void process(const c10::Warning& warning) override { messages_.push_back(warning.msg()); }
+  Warnings() = default;
+  Warnings(const Warnings&) = delete;
+  Warnings& operator=(const Warnings&) = delete;
+  ~Warnings() override {
+    if (!warnings_.empty()) forward();
+  }
+  void process(const c10::Warning& warning) override { warnings_.push_back(warning); }
   // Requires the GIL. Throws if the user's filter turns warnings into errors.
-  void emit();
+  void emit() {
+    if (!warnings_.empty()) emit_all();
+  }
 
  private:
-  std::vector<std::string> messages_;
+  void emit_all();
+  void forward() noexcept;
+  std::vector<c10::Warning> warnings_;
 };
 
 // Runs `body` without the GIL. Its warnings become Python warnings.

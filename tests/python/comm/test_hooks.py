@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -262,6 +265,54 @@ def test_the_communicator_lets_go_of_a_removed_callback() -> None:
         del callback
         gc.collect()
         assert gone() is None
+
+
+def operations(comm: TorchComm) -> dict[str, Callable[..., object]]:
+    window = comm.new_window(torch.zeros(2))
+    x = torch.ones(1)
+    return {
+        "collective": lambda **given: comm.all_reduce(x, ReduceOp.SUM, False, **given),
+        "window": lambda **given: window.put(x, 0, 0, False, **given),
+    }
+
+
+def lose_a_communicator(comm: TorchComm) -> hooks.RemovableHandle:
+    """Makes the next operation of `comm` warn in C++, on the thread that calls it."""
+    others = [new_comm("fake", "cpu", name="lost", rank=0, size=1)]
+    return comm.register_pre_hook(lambda *_: others.clear())
+
+
+@pytest.mark.parametrize("kind", ["collective", "window"])
+@pytest.mark.parametrize("given", [{}, {"timeout": timedelta(seconds=30)}])
+def test_warnings_of_an_operation_are_python_warnings(kind: str, given: dict[str, object]) -> None:
+    comm = new_comm("local", "cpu", rank=0, size=1, store=torch.distributed.HashStore())
+    call = operations(comm)[kind]
+    handle = lose_a_communicator(comm)
+    with pytest.warns(UserWarning, match="'lost' is destroyed without finalize"):
+        call(**given)
+    handle.remove()
+    handle = lose_a_communicator(comm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="'lost' is destroyed without finalize"):
+            call(**given)
+    handle.remove()
+    comm.finalize()
+
+
+@pytest.mark.parametrize("given", [{}, {"timeout": timedelta(seconds=30)}])
+def test_an_operation_that_throws_prints_its_warnings(given: dict[str, object], capfd: pytest.CaptureFixture) -> None:
+    comm = new_comm("fake", "cpu", rank=0, size=2)
+
+    def fail(*_: object) -> None:
+        raise KeyError("from the hook")
+
+    lose_a_communicator(comm)
+    comm.register_pre_hook(fail)
+    with pytest.raises(KeyError, match="from the hook"):
+        comm.barrier(False, **given)
+    assert "'lost' is destroyed without finalize" in capfd.readouterr().err
+    comm.abort()
 
 
 def test_finalize_takes_no_number() -> None:
