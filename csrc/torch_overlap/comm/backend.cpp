@@ -24,7 +24,7 @@ Registry& registry() { return LeakySingleton<Registry>::get(); }
 
 }  // namespace
 
-std::shared_ptr<Backend> Backend::regroup(const std::function<RegroupRequest()>& meet,
+std::shared_ptr<Backend> Backend::regroup(const std::function<RegroupRequest()>& rendezvous,
                                           Milliseconds timeout) {
   fail(ErrorKind::kUnsupported,
        "reconfigure: expected a backend whose members can change, got one that cannot; make a new "

@@ -76,8 +76,10 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // Version of the underlying library, e.g. "2.28.9".
   virtual std::string version() const = 0;
 
-  // Issues one validated operation. Throws if it cannot be issued; then nothing was sent, and the
-  // communicator stays usable. Throws the pending error if an earlier operation failed.
+  // Issues one validated operation. Throws if it cannot be issued. If nothing was sent, the
+  // communicator stays usable. After an error half way this rank is out of step with its peers:
+  // failure() then has the error, and no further operation is issued. Throws the pending error if
+  // an earlier operation failed.
   virtual WorkPtr launch(Call call) = 0;
 
   // Collective over all ranks. Returns null on a rank that is not a member.
@@ -103,11 +105,11 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   virtual std::string departure_reason(int rank) { return {}; }
 
   // Returns the backend of the next generation. Ends all pending operations with an error, calls
-  // `meet`, which waits for the new members, and creates their connections. Collective over the new
-  // members: each calls it on its previous backend, which may be an aborted one. Afterwards the
-  // owner drops this backend; if this throws, the owner gives the backend up. Throws kUnsupported
-  // if the backend cannot change its members. `timeout` covers all of that; the part that ends the
-  // old operations must leave some of it (abort_within()).
+  // `rendezvous`, which waits for the new members, and creates their connections. Collective over
+  // the new members: each calls it on its previous backend, which may be an aborted one. Afterwards
+  // the owner drops this backend; if this throws, the owner gives the backend up. Throws
+  // kUnsupported if the backend cannot change its members. `timeout` covers all of that; the part
+  // that ends the old operations must leave some of it (abort_within()).
   virtual std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& rendezvous,
                                            Milliseconds timeout);
 

@@ -21,10 +21,10 @@ class PyBackend : public Backend {
   std::string version() const override;
   WorkPtr launch(Call call) override;
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
-  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet,
+  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& rendezvous,
                                    Milliseconds timeout) override {
     abort_within(timeout / 2);
-    return std::make_shared<PyBackend>(type_, meet().context);
+    return std::make_shared<PyBackend>(type_, rendezvous().context);
   }
   void finalize() override;
   void abort() override;
