@@ -212,7 +212,8 @@ std::optional<TunedAlgorithm> find_tuned(const OverlapProblem& problem,
     }
     const auto mine =
         SharedTuning::serialize_rank(sm_count(problem, *comm), device_name(problem, *comm), cache);
-    shared = std::make_shared<SharedTuning>(OverlapGroup::of(comm)->exchange(kSharedTuning, mine));
+    shared = std::make_shared<SharedTuning>(
+        OverlapGroup::of(comm)->exchange(problem.op, kSharedTuning, mine));
     comm->attach(kSharedTuning, shared);
   }
   return find_nearest_tuned(problem, *comm, shared.get(), in_graph);

@@ -50,6 +50,7 @@ std::shared_ptr<OverlapGroup> OverlapGroup::of(const std::shared_ptr<TorchComm>&
   group->size_ = comm->size();
   group->device_ = comm->device();
   group->name_ = comm->name();
+  group->timeout_ = comm->membership()->context.timeout();
   return group;
 }
 
@@ -79,27 +80,35 @@ std::chrono::milliseconds OverlapGroup::timeout() const {
   return comm ? comm->membership()->context.timeout() : timeout_;
 }
 
-std::unique_ptr<Bootstrap> OverlapGroup::bootstrap(const std::string& what) const {
-  const auto comm = comm_.lock();
-  if (!comm) return std::make_unique<CallbackBootstrap>(callbacks_, rank_, size_, timeout_);
+std::shared_ptr<TorchComm> OverlapGroup::require_comm(std::string_view op) const {
+  auto comm = comm_.lock();
+  TORCH_OVERLAP_CHECK(comm, kState, op, ": expected a live communicator, got '", name_,
+                      "', which is gone. Keep it as long as its buffers are used.");
+  return comm;
+}
+
+std::unique_ptr<Bootstrap> OverlapGroup::bootstrap(std::string_view op,
+                                                   const std::string& what) const {
+  if (is_outside_) {
+    return std::make_unique<CallbackBootstrap>(callbacks_, rank_, size_, timeout_);
+  }
+  const auto comm = require_comm(op);
   const auto members = comm->membership();
   if (!members->context.store) return nullptr;
   const uint64_t number = members->registrations->fetch_add(1);
   return comm->bootstrap(*members, concat(what, " #", number, " of '", name_, "'"));
 }
 
-std::vector<std::string> OverlapGroup::exchange(const std::string& what,
+std::vector<std::string> OverlapGroup::exchange(std::string_view op, const std::string& what,
                                                 const std::string& mine) const {
-  const auto met = bootstrap(what);
+  const auto met = bootstrap(op, what);
   if (!met) return {mine};
   return met->all_gather(mine);
 }
 
 void OverlapGroup::require_active(std::string_view op) const {
   if (is_outside_) return;
-  const auto comm = comm_.lock();
-  TORCH_OVERLAP_CHECK(comm, kState, op, ": expected a live communicator, got '", name_,
-                      "', which is gone. Keep it as long as its buffers are used.");
+  const auto comm = require_comm(op);
   comm->require_own_process(op);
   TORCH_OVERLAP_CHECK(!comm->is_finalized(), kState, op, ": expected a live communicator, got '",
                       name_, "', which is finalized. Make a new one.");
@@ -127,7 +136,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
                       .size = group->size(),
                       .tiles = request.tiles};
   const c10::Device device = group->device();
-  const auto bootstrap = group->bootstrap(request.name);
+  const auto bootstrap = group->bootstrap(request.op, request.name);
   Fault fault = request.fault;
   if (!fault) {
     try {

@@ -42,11 +42,13 @@ class TORCH_OVERLAP_API OverlapGroup {
   // Null for another framework's group, and after the communicator was destroyed: a group does not
   // keep it alive.
   std::shared_ptr<TorchComm> comm() const { return comm_.lock(); }
-  // Returns a bootstrap for one setup; `what` is its unique name in the group.
-  std::unique_ptr<Bootstrap> bootstrap(const std::string& what) const;
+  // Returns a bootstrap for one setup; `what` is its unique name in the group. Null if there are no
+  // peers. Throws if the communicator was destroyed.
+  std::unique_ptr<Bootstrap> bootstrap(std::string_view op, const std::string& what) const;
   // Returns every rank's text, by rank. Collective, on the host. Returns only `mine` if there are
-  // no peers.
-  std::vector<std::string> exchange(const std::string& what, const std::string& mine) const;
+  // no peers. Throws if the communicator was destroyed.
+  std::vector<std::string> exchange(std::string_view op, const std::string& what,
+                                    const std::string& mine) const;
   // Throws unless operations can begin: not finalized, not aborted, and the same members.
   void require_active(std::string_view op) const;
   // Returns Backend::departure_reason().
@@ -56,6 +58,8 @@ class TORCH_OVERLAP_API OverlapGroup {
 
  private:
   OverlapGroup() = default;
+  // Returns the communicator. Throws if it was destroyed.
+  std::shared_ptr<TorchComm> require_comm(std::string_view op) const;
   std::weak_ptr<TorchComm> comm_;
   bool is_outside_ = false;
   uint64_t generation_ = 0;
