@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/process.h"
@@ -18,9 +19,10 @@ Devices& devices() { return LeakySingleton<Devices>::get(); }
 
 }  // namespace
 
-void register_overlap_device(c10::DeviceType type, std::shared_ptr<OverlapDevice> device) {
+std::shared_ptr<OverlapDevice> register_overlap_device(c10::DeviceType type,
+                                                       std::shared_ptr<OverlapDevice> device) {
   const std::lock_guard lock(devices().mutex);
-  devices().by_type[type].swap(device);  // the old one is destroyed after the lock is released
+  return std::exchange(devices().by_type[type], std::move(device));
 }
 
 void OverlapDevice::run_fused(Transport&, const FusedGather&) {

@@ -134,8 +134,9 @@ class TORCH_OVERLAP_API OverlapDevice {
   virtual void keep_for_graph(std::vector<std::shared_ptr<void>> what) = 0;
 };
 
-TORCH_OVERLAP_API void register_overlap_device(c10::DeviceType type,
-                                               std::shared_ptr<OverlapDevice> device);
+// Returns the device that was registered for the type before; null if there was none.
+TORCH_OVERLAP_API std::shared_ptr<OverlapDevice> register_overlap_device(
+    c10::DeviceType type, std::shared_ptr<OverlapDevice> device);
 // Throws kUnsupported, naming `op`, if there is none.
 TORCH_OVERLAP_API OverlapDevice& overlap_device(std::string_view op, c10::DeviceType type);
 

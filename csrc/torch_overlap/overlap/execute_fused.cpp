@@ -14,9 +14,9 @@ void put_copy(Lanes& lanes, int lane, const GatheredRows& data, const RowShare& 
   if (!data.copy.defined()) return;
   const int64_t begin = rows.begin(rank);
   const int64_t end = begin + rows.length(rank);
-  lanes.run(lane, "copy", [&] {
+  lanes.run(lane, "copy", [data, begin, end, all_rows = rows.rows] {
     data.copy.narrow(0, begin, end - begin).copy_(data.own);
-    for (const auto& [first, last] : {std::pair(int64_t{0}, begin), std::pair(end, rows.rows)}) {
+    for (const auto& [first, last] : {std::pair(int64_t{0}, begin), std::pair(end, all_rows)}) {
       if (first == last) continue;
       data.copy.narrow(0, first, last - first).copy_(data.all.narrow(0, first, last - first));
     }
@@ -57,7 +57,10 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
     }
     for (const GemmArgs& args : problem.gemms) {
       fused.gemm = args;
-      session.lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
+      session.lanes.run(0, "fused",
+                        [&device = channel.device(), &transport = session.transport, fused] {
+                          device.run_fused(transport, fused);
+                        });
     }
     for (const GatheredRows& part : {problem.data, problem.scales}) {
       put_copy(session.lanes, 0, part, problem.rows, rank);
@@ -91,7 +94,7 @@ std::vector<std::vector<CheckedGemm>> products_of_pieces(std::string_view op,
 // Enqueues the GEMMs of the other ranks' rows, piece by piece, and sends each piece to its owner
 // when it is done; then the kernel that computes this rank's rows and adds what arrives. The kernel
 // is ordered after all of these GEMMs and after begin(): none of its blocks may wait for another
-// rank while those still need its SM.
+// rank while those still need its SM. `fused` and `products` must live until the lanes are joined.
 void put_products_and_sends(OverlapChannel::Session& session, const ScatterGemm& problem,
                             const FusedScatter& fused, const std::vector<Exchange>& exchanges,
                             std::vector<std::vector<CheckedGemm>>& products) {
@@ -119,7 +122,9 @@ void put_products_and_sends(OverlapChannel::Session& session, const ScatterGemm&
     }
   }
   session.order_after_begin(0);
-  lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
+  lanes.run(0, "fused", [&device = channel.device(), &transport = session.transport, &fused] {
+    device.run_fused(transport, fused);
+  });
 }
 
 }  // namespace

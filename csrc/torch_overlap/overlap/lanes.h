@@ -65,7 +65,8 @@ class TORCH_OVERLAP_API Lanes {
   virtual void cancel() noexcept = 0;
 
   // Enqueues on the lane what `work` issues on the current stream. `work` is called before run()
-  // returns (CUDA), or before join() returns (CPU). `name` appears in profiles.
+  // returns (CUDA), or before join() returns (CPU): what it captures by reference must live, and
+  // not change, until then. `name` appears in profiles.
   virtual void run(int lane, std::string_view name, std::function<void()> work) = 0;
   // A point of a lane, for after(): everything that was enqueued there before.
   using Mark = uint64_t;
