@@ -12,7 +12,7 @@ Weights are [out_features, in_features] and `x` is [..., features], as in torch.
   for rows, or sum received tiles while they multiply. matmul_all_reduce of at most 256 rows, and 8 MiB sent per rank,
   by one kernel that multiplies and sums; otherwise like matmul_reduce_scatter by blocks of rows, each gathered while
   the next is computed. Gradients are fused too; several 16-bit products are summed as one concatenated product.
-  Only if the returned gathered x has a gradient of its own does the reduction use "p2p".
+  On ranks whose loss uses the returned gathered x, its gradient is added as a product with an identity.
 - "low_latency", for few rows: the ranks access each other's memory for the operand between product and collective.
   matmul_all_reduce and matmul_reduce_scatter sum products in place in peer memory, matmul_all_reduce_rms_norm followed
   by a norm; all_gather_matmul gathers all rows by one kernel and multiplies them at once. Has the requirements of
@@ -59,8 +59,8 @@ def all_gather_matmul(
         weights: each [n_i, k].
         biases: none, or one entry for each weight; None stands for no bias.
         gather_dim: the dimension of rows to gather along, not the last one. 0 needs no copies.
-        return_gathered: if True, returns the gathered x too. Then the backward pass does not gather it again. With
-            "fused" a loss must use it on all ranks or on none.
+        return_gathered: if True, returns the gathered x too. Then the backward pass does not gather it again. A
+            loss may use it on some ranks only.
         algorithm: one of those above.
 
     Returns: the products [..., n_i], and the gathered x, or an empty tensor.

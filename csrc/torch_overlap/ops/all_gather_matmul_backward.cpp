@@ -2,6 +2,9 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/eye.h>
+
+#include <utility>
 
 #include "torch_overlap/ops/operator.h"
 #include "torch_overlap/ops/overlapped.h"
@@ -32,13 +35,26 @@ AllGatherMatmulBackward::Result allocate(const AllGatherMatmulBackward& call) {
       std::move(weight_grads)};
 }
 
-// The products that sum to x's gradient before the reduction. Several 16-bit terms are multiplied
-// as one concatenated product, which is rounded once.
-std::vector<GemmArgs> products_for_x(const AllGatherMatmulBackward& call, const Tensor& own,
-                                     const std::vector<Tensor>& grad_rows) {
+// The sum of terms that is x's gradient before the reduction: products, and what is added to them.
+struct TermsOfX {
+  std::vector<GemmArgs> products;
+  Tensor start;  // undefined: nothing is added
+};
+
+// Several 16-bit terms are multiplied as one concatenated product, which is rounded once. So are
+// all terms of a fused kernel, which computes one product and adds nothing to it: the gradient of
+// the gathered x is then multiplied by an identity (an infinity in it becomes NaN in its row).
+TermsOfX terms_of_x(const AllGatherMatmulBackward& call, const Tensor& own,
+                    const std::vector<Tensor>& grad_rows, bool is_fused) {
   std::vector<Tensor> grads = grad_rows;
   std::vector<Tensor> weights = call.weights;
-  if (grads.size() > 1 && c10::isReducedFloatingType(call.x.scalar_type())) {
+  TermsOfX terms;
+  if (call.gathered_grad) terms.start = to_rows(*call.gathered_grad, call.gather_dim);
+  if (is_fused && terms.start.defined()) {
+    grads.push_back(std::exchange(terms.start, {}));
+    weights.push_back(at::eye(own.size(1), own.options()));
+  }
+  if (grads.size() > 1 && (is_fused || c10::isReducedFloatingType(call.x.scalar_type()))) {
     grads = {at::cat(grads, 1)};
     weights = {at::cat(weights, 0)};
   }
@@ -46,23 +62,25 @@ std::vector<GemmArgs> products_for_x(const AllGatherMatmulBackward& call, const 
     grads = {at::empty({call.group_size * own.size(0), 0}, own.options())};
     weights = {at::empty({0, own.size(1)}, own.options())};
   }
-  std::vector<GemmArgs> products;
   for (size_t i = 0; i < grads.size(); ++i) {
     GemmArgs args;
     args.lhs = operand(grads[i]);
     args.rhs = operand(weights[i]);
     args.overlaps_communication = true;
-    products.push_back(std::move(args));
+    terms.products.push_back(std::move(args));
   }
-  return products;
+  return terms;
 }
 
+// Does not depend on which results this rank's loss uses: ranks may differ in that, and must choose
+// the same algorithm. A rank that uses no product has the same k as for an identity alone.
 OverlapProblem problem_of_backward(const AllGatherMatmulBackward& call, const TorchComm& comm,
                                    const Tensor& own) {
   const int64_t rows = own.size(0);
   const auto dtype = call.x.scalar_type();
   int64_t features = 0;
   for (const auto& weight : call.weights) features += weight.size(0);
+  if (call.weights.empty()) features = own.size(1);
   const bool gathers = !call.wanted.empty() && !call.gathered;
   return {.op = kAllGatherMatmulBackward,
           .dtype = dtype,
@@ -75,14 +93,6 @@ OverlapProblem problem_of_backward(const AllGatherMatmulBackward& call, const To
           .can_pipeline = is_channel_dtype(dtype)};
 }
 
-// Returns what is asked of the chooser. No kernel of few rows serves the gradient, and no fused
-// kernel adds the gradient of the gathered x: ranks of which only some have one must not use
-// "fused" (an error then reports that they took different paths).
-std::string_view asked_algorithm(const AllGatherMatmulBackward& call) {
-  if (call.algorithm == "low_latency") return "sequential";
-  return call.algorithm == "fused" && call.gathered_grad ? "p2p" : call.algorithm;
-}
-
 AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
     const AllGatherMatmulBackward& call) {
   auto out = allocate(call);
@@ -93,10 +103,10 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
   const auto own = to_rows(call.x, dim);
   std::vector<Tensor> grad_rows;
   for (const auto& grad : call.grads) grad_rows.push_back(to_rows(grad, dim));
-  auto problem = problem_of_backward(call, *comm, own);
-  if (call.gathered_grad) problem.local_k = 0;
-  const auto algorithm =
-      choose_algorithm(problem, asked_algorithm(call), comm).value_or(Algorithm::sequential);
+  // No kernel of few rows serves the gradient.
+  const auto asked = call.algorithm == "low_latency" ? "sequential" : call.algorithm;
+  const auto algorithm = choose_algorithm(problem_of_backward(call, *comm, own), asked, comm)
+                             .value_or(Algorithm::sequential);
 
   // The rows of all ranks, valid after finish_gather().
   Tensor inputs = call.gathered ? to_rows(*call.gathered, dim) : Tensor();
@@ -130,10 +140,11 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
     return out;
   }
   const auto x_rows = writable_rows(x_grad, dim);
+  auto terms = terms_of_x(call, own, grad_rows, algorithm == Algorithm::fused);
   ScatterProducts sum{.op = kAllGatherMatmulBackward,
                       .comm = comm,
-                      .gemms = products_for_x(call, own, grad_rows),
-                      .start = call.gathered_grad ? to_rows(*call.gathered_grad, dim) : Tensor(),
+                      .gemms = std::move(terms.products),
+                      .start = std::move(terms.start),
                       .bias = {},
                       .out = x_rows,
                       .ranks_share_k = false};  // the number of output features may differ by rank

@@ -206,11 +206,11 @@ Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<Torch
   if (!problem.can_pipeline) {
     return {Algorithm::sequential, pipelined_unsupported_reason(problem, comm, lookup), kRule};
   }
-  // On a CPU only the communicator's threads run concurrently with a product.
-  if (comm->device().is_cpu()) return {Algorithm::pipelined, "a CPU", kRule};
   if (should_use_fused(problem, comm, lookup)) {
     return {Algorithm::fused, "a kernel waits for the other ranks by itself", kRule};
   }
+  // On a CPU only the communicator's threads run concurrently with a product.
+  if (comm->device().is_cpu()) return {Algorithm::pipelined, "a CPU", kRule};
   if (!problem.prefers_channels) {
     return {Algorithm::pipelined, concat("pieces of ", problem.chunk_rows, " rows"), kRule};
   }

@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <atomic>
 
@@ -156,6 +157,81 @@ TEST(FusedGather, MultipliesByEveryWeightAndCopiesTheRows) {
     }
   });
   EXPECT_EQ(device->num_gathers, 2 * kRanks);
+}
+
+// The results of which a rank's loss depends on.
+struct Uses {
+  bool products;
+  bool gathered;
+};
+
+// Checks the gradients of x and of the weights if the losses of the ranks use other results.
+void check_gradients_of(const std::vector<Uses>& uses, std::string_view algorithm) {
+  SCOPED_TRACE(algorithm);
+  WithFusedKernels device(kRanks);
+  WithFusedKernels::run(kRanks, [&](const Comm& comm) {
+    const auto weights_of = [](int rank) {
+      return std::vector{floats(rank, 1, {8 + 8 * rank, kColumns}), floats(rank, 2, {8, kColumns})};
+    };
+    const int64_t all_rows = kRanks * kRowsOfRank;
+    const auto grads_of = [&](int rank) {
+      return std::vector{floats(rank, 3, {all_rows, 8 + 8 * rank}), floats(rank, 4, {all_rows, 8}),
+                         floats(rank, 5, {all_rows, kColumns})};
+    };
+    const int me = comm->rank();
+    const auto x = floats(me, 0, {kRowsOfRank, kColumns}).requires_grad_();
+    auto weights = weights_of(me);
+    for (Tensor& weight : weights) weight.requires_grad_();
+    const auto [products, gathered] = ops::all_gather_matmul({.x = x,
+                                                              .weights = weights,
+                                                              .comm = comm->name(),
+                                                              .group_size = kRanks,
+                                                              .return_gathered = true,
+                                                              .algorithm = algorithm});
+    std::vector<Tensor> roots;
+    std::vector<Tensor> grads;
+    const auto mine = grads_of(me);
+    for (size_t i = 0; i < products.size() && uses[me].products; ++i) {
+      roots.push_back(products[i]);
+      grads.push_back(mine[i]);
+    }
+    if (uses[me].gathered) {
+      roots.push_back(gathered);
+      grads.push_back(mine[2]);
+    }
+    torch::autograd::backward(roots, grads);
+    Tensor total = at::zeros({all_rows, kColumns});
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const auto theirs = grads_of(rank);
+      const auto factors = weights_of(rank);
+      if (uses[rank].products) {
+        for (size_t i = 0; i < factors.size(); ++i) total.addmm_(theirs[i], factors[i]);
+      }
+      if (uses[rank].gathered) total.add_(theirs[2]);
+    }
+    expect_same(x.grad(), total.narrow(0, me * kRowsOfRank, kRowsOfRank));
+    const Tensor all = rows_of_all(0, kColumns);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (!uses[me].products) {
+        EXPECT_FALSE(weights[i].grad().defined());
+      } else {
+        expect_same(weights[i].grad(), at::mm(mine[i].t(), all));
+      }
+    }
+  });
+  EXPECT_EQ(device->num_scatters, kRanks) << "every rank has to use the fused kernel";
+}
+
+TEST(FusedScatter, AddsTheGradientOfTheGatheredRowsOfSomeRanks) {
+  const Uses products{.products = true, .gathered = false};
+  const Uses both{.products = true, .gathered = true};
+  const Uses rows{.products = false, .gathered = true};
+  for (const auto* algorithm : {"auto", "fused"}) {
+    check_gradients_of({products, products, products}, algorithm);
+    check_gradients_of({both, products, products}, algorithm);
+    check_gradients_of({products, both, rows}, algorithm);
+    check_gradients_of({rows, rows, rows}, algorithm);
+  }
 }
 
 }  // namespace
