@@ -412,16 +412,16 @@ __device__ __forceinline__ bool exchange_entry_flags(const FusedReduceParams& p,
   const WaitControl& control = operation.control;
   const int peer = static_cast<int>(threadIdx.x) % 32;
   if (!is_peer(words, peer)) return true;
-  if (!has_failed(control)) signal_entry(p.begin[peer], operation.rows, epoch);
+  if (!has_failed(control)) signal_entry(p.begin[peer], operation.payload, epoch);
   const EntryFlag entry = await_word(words, p.begun[peer] + entry_slot(epoch), epoch,
                                      WaitKind::begin, peer, control, kAllBlocksHostPollIntervalNs);
   if (!has_reached(entry, epoch)) return false;
-  if (payload_of(entry) == operation.rows) return true;
+  if (payload_of(entry) == operation.payload) return true;
   WaitRecord what{};
   what.kind = WaitKind::signature_mismatch;
   what.memory_id = words.id;
   what.peer = peer;
-  what.expected = operation.rows;
+  what.expected = operation.payload;
   record_failure(control, what, payload_of(entry));
   return false;
 }

@@ -12,16 +12,16 @@ __global__ void __launch_bounds__(kWarpSize)
     begin_kernel(__grid_constant__ const ChannelWords words,
                  __grid_constant__ const PeerEntryFlags peer_entry_flags,
                  __grid_constant__ const PeerWords peer_abort_flags, const EntryFlag* begun,
-                 uint32_t rows, __grid_constant__ const WaitControl control) {
+                 uint32_t payload, __grid_constant__ const WaitControl control) {
   const Start start = start_of(words, control);
   const uint32_t epoch = start.epoch;
   bool is_good = !start.has_failed;
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarpSize) {
-    if (peer != words.rank) signal_entry(peer_entry_flags.at[peer], rows, epoch);
+    if (peer != words.rank) signal_entry(peer_entry_flags.at[peer], payload, epoch);
   }
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarpSize) {
     if (peer == words.rank) continue;
-    is_good = wait_for_entry(words, control, begun + peer * kEntriesPerLine, epoch, rows, peer,
+    is_good = wait_for_entry(words, control, begun + peer * kEntriesPerLine, epoch, payload, peer,
                              kHostPollIntervalNs);
   }
   if (__all_sync(~0U, static_cast<int>(is_good)) != 0) {
@@ -107,10 +107,10 @@ cudaError_t launch_copy_signal_of(const ChannelWords& words, void* to, const voi
 }  // namespace
 
 cudaError_t launch_begin(const ChannelWords& words, const PeerEntryFlags& peer_entry_flags,
-                         const PeerWords& peer_abort_flags, const EntryFlag* begun, uint32_t rows,
-                         const WaitControl& control, cudaStream_t stream) {
-  begin_kernel<<<1, kWarpSize, 0, stream>>>(words, peer_entry_flags, peer_abort_flags, begun, rows,
-                                            control);
+                         const PeerWords& peer_abort_flags, const EntryFlag* begun,
+                         uint32_t payload, const WaitControl& control, cudaStream_t stream) {
+  begin_kernel<<<1, kWarpSize, 0, stream>>>(words, peer_entry_flags, peer_abort_flags, begun,
+                                            payload, control);
   return cudaGetLastError();
 }
 

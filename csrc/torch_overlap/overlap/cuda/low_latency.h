@@ -17,8 +17,8 @@ inline constexpr int kMaxLowLatencyRanks = 8;
 
 struct OperationParams {
   ChannelWords words;
-  uint32_t* busy;  // Nonzero while such a kernel runs.
-  uint32_t rows;   // EntryPayload::word(). The operation fails if ranks differ.
+  uint32_t* busy;    // Nonzero while such a kernel runs.
+  uint32_t payload;  // EntryPayload::word(). The operation fails if ranks differ.
   PeerWords peer_abort_flags;
   WaitControl control;
 };

@@ -39,7 +39,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 OperationParams operation_of(const CudaTransport& transport, const EntryPayload& operation) {
   return {.words = transport.words(),
           .busy = transport.busy(),
-          .rows = operation.word(),
+          .payload = operation.word(),
           .peer_abort_flags = transport.peer_abort_flags(),
           .control = transport.control()};
 }

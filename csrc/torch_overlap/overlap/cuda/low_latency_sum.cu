@@ -34,7 +34,8 @@ __device__ bool block_barrier(const LowLatencySumParams& p, BlockBarrier barrier
     uint32_t* const here = block_flag(p, barrier, words.rank, peer);
     is_good = !start.has_failed;
     if (barrier == BlockBarrier::entry && blockIdx.x == 0) {
-      if (is_good) signal_entry(reinterpret_cast<EntryFlag*>(there), operation.rows, start.epoch);
+      if (is_good)
+        signal_entry(reinterpret_cast<EntryFlag*>(there), operation.payload, start.epoch);
       is_good = is_good && wait_for_entry(operation, reinterpret_cast<const EntryFlag*>(here),
                                           start.epoch, peer);
     } else {

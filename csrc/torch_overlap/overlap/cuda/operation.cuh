@@ -23,10 +23,10 @@ inline __noinline__ __device__ void record_failure(const ChannelWords& words,
 
 // Returns true if a peer has entered with the same rows and signature as this rank. If not, the
 // operation fails on both ranks.
-inline __device__ bool check_payload(const ChannelWords& words, uint32_t seen, uint32_t rows,
+inline __device__ bool check_payload(const ChannelWords& words, uint32_t seen, uint32_t payload,
                                      int peer, const WaitControl& control) {
-  if (seen == rows) return true;
-  record_failure(words, control, WaitKind::signature_mismatch, peer, rows, seen);
+  if (seen == payload) return true;
+  record_failure(words, control, WaitKind::signature_mismatch, peer, payload, seen);
   return false;
 }
 
@@ -51,8 +51,8 @@ __device__ __forceinline__ Start start_of(const ChannelWords& words, const WaitC
 
 // Signals to a peer that the operation has begun. `entries` is the first of this rank's entry flags
 // there. The release orders everything that was read and written before it.
-__device__ __forceinline__ void signal_entry(EntryFlag* entries, uint32_t rows, uint32_t epoch) {
-  store_release(entries + entry_slot(epoch), make_entry_flag(epoch, rows));
+__device__ __forceinline__ void signal_entry(EntryFlag* entries, uint32_t payload, uint32_t epoch) {
+  store_release(entries + entry_slot(epoch), make_entry_flag(epoch, payload));
 }
 
 // --- Kernels that are operations by themselves ---------------------------------------------------
@@ -107,12 +107,12 @@ __device__ bool wait_for_epoch(const ChannelWords& words, const WaitControl& con
 // Waits until a peer has entered the operation. `entries` is the first of its entry flags here.
 // Also returns false if the peer has entered a different operation.
 inline __device__ bool wait_for_entry(const ChannelWords& words, const WaitControl& control,
-                                      const EntryFlag* entries, uint32_t epoch, uint32_t rows,
+                                      const EntryFlag* entries, uint32_t epoch, uint32_t payload,
                                       int peer, uint64_t host_poll_interval_ns) {
   EntryFlag seen;
   return wait_for_epoch(words, control, entries + entry_slot(epoch), epoch, WaitKind::begin, peer,
                         host_poll_interval_ns, seen) &&
-         check_payload(words, payload_of(seen), rows, peer, control);
+         check_payload(words, payload_of(seen), payload, peer, control);
 }
 
 // Overloads for kernels that are operations by themselves.
@@ -124,7 +124,7 @@ inline __device__ bool wait_for_epoch(const OperationParams& p, const uint32_t* 
 }
 inline __device__ bool wait_for_entry(const OperationParams& p, const EntryFlag* entries,
                                       uint32_t epoch, int peer) {
-  return wait_for_entry(p.words, p.control, entries, epoch, p.rows, peer,
+  return wait_for_entry(p.words, p.control, entries, epoch, p.payload, peer,
                         kAllBlocksHostPollIntervalNs);
 }
 

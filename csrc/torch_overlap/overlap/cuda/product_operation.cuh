@@ -26,7 +26,7 @@ class ProductOperation {
   // Called by a warp of block 0. Signals to the peers that this rank has begun.
   __device__ __forceinline__ void signal_begin(int lane) const {
     if (is_peer(operation_.words, lane) && !start_.has_failed) {
-      signal_entry(entry_flags_.tell[lane], operation_.rows, epoch());
+      signal_entry(entry_flags_.tell[lane], operation_.payload, epoch());
     }
     __syncwarp();
   }
@@ -43,8 +43,8 @@ class ProductOperation {
     const EntryFlag entry = wait_begin(peer);
     // A rank that continues after a failure keeps the old epoch, and finds the old entry flags.
     if (start_.has_failed || !has_reached(entry, epoch())) return false;
-    if (payload_of(entry) == operation_.rows) return true;
-    fail(WaitKind::signature_mismatch, peer, operation_.rows, payload_of(entry));
+    if (payload_of(entry) == operation_.payload) return true;
+    fail(WaitKind::signature_mismatch, peer, operation_.payload, payload_of(entry));
     return false;
   }
 
