@@ -28,9 +28,10 @@ constexpr uint32_t entry_slot(uint32_t epoch) { return epoch % kNumEntryFlags; }
 constexpr int other_entry_offset(uint32_t epoch) { return epoch % kNumEntryFlags == 0 ? 1 : -1; }
 static_assert(kNumEntryFlags == 2);
 
-// The flag of an operation is overwritten by that of the operation after the next. A flag that this
-// rank has not read for long may be so old that it would seem to be ahead.
-constexpr bool has_reached(EntryFlag seen, uint32_t epoch) {
+// Returns true if the rank whose flag of the operation `epoch` is `seen` has entered it. The flag
+// is overwritten by that of the operation after the next. A flag that this rank has not read for
+// long may be so old that it would seem to be ahead.
+constexpr bool has_entered(EntryFlag seen, uint32_t epoch) {
   return epoch_of(seen) - epoch <= kNumEntryFlags;
 }
 

@@ -11,6 +11,14 @@ namespace torch_overlap::cuda {
 // Number of polls without sleeping, because the word usually arrives soon.
 inline constexpr int kSpinPolls = 64;
 
+// Returns true if the rank of a word has come to `epoch`, for both kinds of words.
+__device__ __forceinline__ bool has_arrived(uint32_t flag, uint32_t epoch) {
+  return has_reached(flag, epoch);
+}
+__device__ __forceinline__ bool has_arrived(EntryFlag entry, uint32_t epoch) {
+  return has_entered(entry, epoch);
+}
+
 // Returns true if the word reaches the epoch within kSpinPolls polls. `seen` is the last value.
 // Polls only the word: checks for an aborted rank or a failed wait would add a round trip to memory
 // between two polls.
@@ -19,7 +27,7 @@ __device__ __forceinline__ bool spin_until_epoch(const Word* word, uint32_t epoc
 #pragma unroll 1
   for (int look = 0; look < kSpinPolls; ++look) {
     seen = load_acquire(word);
-    if (has_reached(seen, epoch)) return true;
+    if (has_arrived(seen, epoch)) return true;
   }
   return false;
 }
@@ -45,7 +53,7 @@ __device__ Word await_late_word(const ChannelWords& words, const Word* word, uin
   const WaitResult end = poll_until(
       control, word,
       [epoch, abort_flag](Word now) {
-        return has_reached(now, epoch) || load_acquire(abort_flag) != 0;
+        return has_arrived(now, epoch) || load_acquire(abort_flag) != 0;
       },
       host_poll_interval_ns, seen);
   if (end == WaitResult::failed) return seen;
@@ -53,7 +61,7 @@ __device__ Word await_late_word(const ChannelWords& words, const Word* word, uin
   if (!is_late) {
     // A rank that has aborted since may have signaled this operation before.
     seen = load_acquire(word);
-    if (has_reached(seen, epoch)) return seen;
+    if (has_arrived(seen, epoch)) return seen;
   }
   WaitRecord what{};
   what.kind = is_late ? kind : WaitKind::peer_aborted;

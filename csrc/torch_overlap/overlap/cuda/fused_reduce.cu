@@ -256,7 +256,7 @@ __device__ __noinline__ bool wait_late_packet(const FusedReduceParams& p, const 
   what.kind = WaitKind::chunk;
   if (end == WaitResult::ready) {
     what.kind = WaitKind::peer_aborted;
-  } else if (!has_reached(begun, epoch)) {  // Only the first block waits for entry flags.
+  } else if (!has_entered(begun, epoch)) {  // Only the first block waits for entry flags.
     what.kind = WaitKind::begin;
     seen = arrived_epoch(entry, begun, epoch);
   }
@@ -415,7 +415,7 @@ __device__ __forceinline__ bool exchange_entry_flags(const FusedReduceParams& p,
   if (!has_failed(control)) signal_entry(p.begin[peer], operation.payload, epoch);
   const EntryFlag entry = await_word(words, p.begun[peer] + entry_slot(epoch), epoch,
                                      WaitKind::begin, peer, control, kAllBlocksHostPollIntervalNs);
-  if (!has_reached(entry, epoch)) return false;
+  if (!has_entered(entry, epoch)) return false;
   if (payload_of(entry) == operation.payload) return true;
   WaitRecord what{};
   what.kind = WaitKind::signature_mismatch;

@@ -101,7 +101,7 @@ __device__ bool wait_for_epoch(const ChannelWords& words, const WaitControl& con
                                uint64_t host_poll_interval_ns, Word& seen) {
   if (spin_until_epoch(word, epoch, seen)) return true;
   seen = wait_late(words, control, word, epoch, kind, peer, host_poll_interval_ns);
-  return has_reached(seen, epoch) && !has_failed(control);
+  return has_arrived(seen, epoch) && !has_failed(control);
 }
 
 // Waits until a peer has entered the operation. `entries` is the first of its entry flags here.

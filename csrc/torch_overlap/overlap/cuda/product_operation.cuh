@@ -42,7 +42,7 @@ class ProductOperation {
   __device__ __forceinline__ bool wait_ready_to_send(int peer) const {
     const EntryFlag entry = wait_begin(peer);
     // A rank that continues after a failure keeps the old epoch, and finds the old entry flags.
-    if (start_.has_failed || !has_reached(entry, epoch())) return false;
+    if (start_.has_failed || !has_entered(entry, epoch())) return false;
     if (payload_of(entry) == operation_.payload) return true;
     fail(WaitKind::signature_mismatch, peer, operation_.payload, payload_of(entry));
     return false;
