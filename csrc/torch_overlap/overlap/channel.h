@@ -212,8 +212,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     Operation(const Operation&) = delete;
     Operation& operator=(const Operation&) = delete;
 
-    Session& session() { return session_; }
-    // Calls body(session()). If that throws, the operation fails.
+    // Calls body(session). If that throws, the operation fails.
     template <typename Body>
     void put(const Body& body) {
       try {
