@@ -108,7 +108,7 @@ FusedShape fused_allreduce_shape(const OverlapProblem& problem, const TorchComm&
 
 int64_t fused_allreduce_bytes(const OverlapProblem& problem, const TorchComm& comm,
                               const FusedShape& shape) {
-  return overlap_device(problem.op, comm.device().type()).max_fused_allreduce_bytes(shape);
+  return overlap_device(problem.op, comm.device().type()).required_fused_allreduce_bytes(shape);
 }
 
 // True if that kernel is the default when nothing was measured.

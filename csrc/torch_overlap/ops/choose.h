@@ -49,8 +49,8 @@ struct OverlapProblem {
   // channel. Empty: the operator has no such algorithm.
   std::optional<int64_t> low_latency_bytes = std::nullopt;
   // True if every rank gets the sum. For few rows the device may then have one kernel that
-  // multiplies and sums (OverlapDevice::max_fused_allreduce_bytes()). "fused" is that kernel then,
-  // over a channel of its own.
+  // multiplies and sums (OverlapDevice::required_fused_allreduce_bytes()). "fused" is that kernel
+  // then, over a channel of its own.
   bool is_all_reduce = false;
   // True if "auto" prefers channels when nothing was measured.
   bool prefers_channels = true;

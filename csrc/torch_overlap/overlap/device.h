@@ -101,7 +101,7 @@ class TORCH_OVERLAP_API OverlapDevice {
   }
   // Returns the number of bytes of a channel that a fused GEMM and all-reduce needs; 0 if there is
   // no such kernel for this shape. The same on all ranks.
-  virtual int64_t max_fused_allreduce_bytes(const FusedShape& shape) const { return 0; }
+  virtual int64_t required_fused_allreduce_bytes(const FusedShape& shape) const { return 0; }
   // True if that kernel should be used when nothing was measured. `sms`: minimum SM count over the
   // ranks.
   virtual bool should_fuse_allreduce(const FusedShape& shape, int sms) const { return false; }

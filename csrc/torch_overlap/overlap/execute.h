@@ -87,7 +87,7 @@ TORCH_OVERLAP_API void run_low_latency_sum(std::string_view op, OverlapChannel& 
                                            const ReduceGemm& problem);
 
 // The same with all rows on all ranks, by one kernel of the device
-// (OverlapDevice::max_fused_allreduce_bytes()), on a channel that is used for nothing else.
+// (OverlapDevice::required_fused_allreduce_bytes()), on a channel that is used for nothing else.
 TORCH_OVERLAP_API void run_fused_reduce(std::string_view op, OverlapChannel& channel,
                                         const ReduceGemm& problem);
 

@@ -98,8 +98,8 @@ class CudaOverlapDevice final : public OverlapDevice {
     if (!mapped.uses_copy_engine()) return 0;
     return cuda::num_scatter_pieces(problem, most, cuda::sm_count(problem.out.device()));
   }
-  int64_t max_fused_allreduce_bytes(const FusedShape& shape) const override {
-    return cuda::max_fused_allreduce_bytes(shape);
+  int64_t required_fused_allreduce_bytes(const FusedShape& shape) const override {
+    return cuda::required_fused_allreduce_bytes(shape);
   }
   bool should_fuse_allreduce(const FusedShape& shape, int sms) const override {
     return cuda::should_fuse_allreduce(shape, sms);

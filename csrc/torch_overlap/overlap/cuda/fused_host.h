@@ -38,8 +38,8 @@ TORCH_OVERLAP_API int num_gather_senders(const FusedGather& problem, int sms);
 // Returns FusedScatter::pieces for this problem.
 TORCH_OVERLAP_API int num_scatter_pieces(const FusedScatter& problem, int most, int sms);
 
-// Implement OverlapDevice::max_fused_allreduce_bytes() and should_fuse_allreduce().
-TORCH_OVERLAP_API int64_t max_fused_allreduce_bytes(const FusedShape& shape);
+// Implement OverlapDevice::required_fused_allreduce_bytes() and should_fuse_allreduce().
+TORCH_OVERLAP_API int64_t required_fused_allreduce_bytes(const FusedShape& shape);
 TORCH_OVERLAP_API bool should_fuse_allreduce(const FusedShape& shape, int sms);
 
 // Launch the kernel on the current stream, within an operation of the transport's channel or as

@@ -125,7 +125,7 @@ SharedPlan plan_of(const FusedShape& shape) {
 
 }  // namespace
 
-int64_t max_fused_allreduce_bytes(const FusedShape& shape) {
+int64_t required_fused_allreduce_bytes(const FusedShape& shape) {
   return required_channel_bytes(plan_of(shape).plan, shape.rows.size);
 }
 
