@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "torch_overlap/base/rounding.h"
 #include "torch_overlap/gemm/gemm.h"
 
 namespace torch_overlap {
@@ -13,13 +14,6 @@ constexpr int64_t kScaleBlock = 128;  // BLOCK_1D_SCALING, BLOCK_2D_SCALING
 constexpr int64_t kMxBlock = 32;      // MXFP8_1D_SCALING
 constexpr int64_t kMxTileRows = 128;  // swizzled scales
 constexpr int64_t kMxTileBlocks = 4;
-
-constexpr int64_t ceil_div(int64_t value, int64_t divisor) {
-  return (value + divisor - 1) / divisor;
-}
-constexpr int64_t round_up(int64_t value, int64_t multiple) {
-  return ceil_div(value, multiple) * multiple;
-}
 
 inline bool is_8_bit(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kFloat8_e4m3fn || tensor.scalar_type() == at::kFloat8_e5m2;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/rounding.h"
 #include "torch_overlap/ops/tuning.h"
 #include "torch_overlap/overlap/op_channels.h"
 
@@ -232,12 +233,11 @@ std::optional<TunedAlgorithm> measured(const OverlapProblem& problem,
 bool is_same_fused_kernel(const TunedAlgorithm& tuned, const OverlapProblem& problem,
                           const TorchComm& comm) {
   constexpr int64_t kUnit = 64;
-  const auto rounded = [](int64_t size) { return (size + kUnit - 1) / kUnit * kUnit; };
   if (!problem.is_all_reduce || problem.local_k == 0) return true;
   FusedShape measured = fused_allreduce_shape(problem, comm);
   measured.rows.rows = tuned.m;
-  measured.n = rounded(tuned.n);
-  measured.k = rounded(tuned.k / comm.size());
+  measured.n = round_up(tuned.n, kUnit);
+  measured.k = round_up(tuned.k / comm.size(), kUnit);
   return (fused_allreduce_bytes(problem, comm, measured) > 0) ==
          (ops::fused_allreduce_bytes(problem, comm) > 0);
 }

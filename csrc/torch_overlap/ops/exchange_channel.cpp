@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "torch_overlap/base/rounding.h"
 #include "torch_overlap/overlap/op_channels.h"
 
 namespace torch_overlap::ops {
@@ -13,7 +14,6 @@ static_assert(kNumRowPieces <= kOperatorFlagsPerRank);
 
 // Alignment in bytes of the parts of a result.
 constexpr int64_t kAlignment = 256;
-int64_t align_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 int64_t element_bytes(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor.element_size());
@@ -97,7 +97,7 @@ class ChannelColumnExchange final : public ColumnExchange {
       for (const auto& result : results_) {
         offsets_bytes_.push_back(at);
         receive_buffers_.push_back(channel_->data(at, result.sizes(), result.scalar_type()));
-        at += align_up(static_cast<int64_t>(result.nbytes()));
+        at += round_up(static_cast<int64_t>(result.nbytes()), kAlignment);
       }
     });
   }
@@ -167,7 +167,7 @@ int64_t RowExchange::channel_bytes(const std::vector<at::Tensor>& matrices) {
 
 int64_t ColumnExchange::channel_bytes(const std::vector<int64_t>& bytes) {
   int64_t sum = 0;
-  for (const int64_t one : bytes) sum += align_up(one);
+  for (const int64_t one : bytes) sum += round_up(one, kAlignment);
   return std::max<int64_t>(sum, 1);
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "torch_overlap/base/rounding.h"
 #include "torch_overlap/common/views.h"
 #include "torch_overlap/ops/rows.h"
 #include "torch_overlap/overlap/op_channels.h"
@@ -29,7 +30,7 @@ bool is_small_transfer(const RowShare& share, const at::Tensor& rows) {
 
 int64_t scales_offset_bytes(const TorchComm& comm, const at::Tensor& own) {
   const int64_t bytes = comm.size() * static_cast<int64_t>(own.nbytes());
-  return (bytes + kScalesAlignment - 1) / kScalesAlignment * kScalesAlignment;
+  return round_up(bytes, kScalesAlignment);
 }
 
 at::Tensor all_rows_like(const TorchComm& comm, const at::Tensor& own) {

@@ -2,6 +2,8 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include "torch_overlap/base/rounding.h"
+
 namespace torch_overlap {
 namespace {
 
@@ -43,8 +45,7 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
   const c10::DeviceGuard guard(comm->device());
   OverlapDevice& device = overlap_device(op, comm->device().type());
   if (device.capture() != 0) return nullptr;
-  const int64_t rounded_bytes =
-      (bytes + kChannelGranularityBytes - 1) / kChannelGranularityBytes * kChannelGranularityBytes;
+  const int64_t rounded_bytes = round_up(bytes, kChannelGranularityBytes);
   const auto name = attachment_name(which);
   const int size = comm->size();
   channel = OverlapChannel::create(

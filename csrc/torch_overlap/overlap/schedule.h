@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/base/rounding.h"
 
 // Schedules of overlapped operations, as values: pure functions of rank and size, which every
 // executor follows. Chunk r is the chunk of rank r.
@@ -96,7 +97,7 @@ TORCH_OVERLAP_API bool uses_one_shot(int64_t bytes, int size);
 inline constexpr int64_t kSumAlignment = 128;
 inline int64_t low_latency_sum_bytes(const RowShare& rows, int64_t row_bytes) {
   const int64_t part = rows.largest() * row_bytes;
-  return (rows.size + 1) * ((part + kSumAlignment - 1) / kSumAlignment * kSumAlignment);
+  return (rows.size + 1) * round_up(part, kSumAlignment);
 }
 inline int64_t low_latency_sums_offset(int64_t bytes, int size) {
   return bytes / (size + 1) / kSumAlignment * kSumAlignment * size;

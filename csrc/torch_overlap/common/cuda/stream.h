@@ -2,7 +2,14 @@
 
 #include <c10/cuda/CUDAStream.h>
 
+#include "torch_overlap/common/cuda/check.h"
+
 namespace torch_overlap::cuda {
+
+// Orders what is enqueued on `stream` from now on after the work that `event` was recorded for.
+inline void stream_waits(c10::cuda::CUDAStream stream, cudaEvent_t event) {
+  check(cudaStreamWaitEvent(stream.stream(), event, 0), "cudaStreamWaitEvent");
+}
 
 // A stream of our own: not one of torch's pool, which gives the same streams to several users, and
 // never synchronized with the legacy default stream. The destructor does not wait for the work on

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/rounding.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/gemm/sm90/tensor_maps.h"
 #include "torch_overlap/gemm/sm90/tile_costs.h"
@@ -21,8 +22,6 @@ namespace {
 constexpr int kHopper = 9;
 // Height of a group of rows that is computed before the next columns, in tiles of 128 rows.
 constexpr int kTilesPerRowGroup = 16;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 const KernelInfo* find_kernel_for(const Problem& product, const TileShape& tile_shape) {
   const auto find = product.residual != nullptr ? find_residual_kernel : find_kernel;

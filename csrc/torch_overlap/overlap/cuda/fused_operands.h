@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/rounding.h"
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/gemm/sm90/kernels.h"
 #include "torch_overlap/gemm/sm90/tile_costs.h"
@@ -25,8 +26,6 @@ inline constexpr int kRowGroup = 16;
 inline constexpr double kStageNs = 600;
 inline constexpr double kStageBytes = 128;
 inline constexpr double kOutputsPerTile = 128 * 256;
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Returns `matrix` if TMA can store to it. Otherwise returns a new tensor, which the caller copies
 // to `matrix` afterwards.

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/rounding.h"
 #include "torch_overlap/common/cuda/check.h"
 
 namespace torch_overlap::cuda {
@@ -31,8 +32,6 @@ SumType low_latency_type(at::ScalarType dtype) {
 bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 

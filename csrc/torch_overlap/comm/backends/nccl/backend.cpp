@@ -10,6 +10,7 @@
 #include "torch_overlap/comm/below_dispatch_guard.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/common/cuda/stream.h"
 #include "torch_overlap/symm/cuda/vmm.h"
 
 namespace torch_overlap {
@@ -19,10 +20,6 @@ constexpr auto kLockPollInterval = std::chrono::milliseconds(100);
 
 void record(cudaEvent_t event, c10::cuda::CUDAStream stream) {
   cuda::check(cudaEventRecord(event, stream.stream()), "cudaEventRecord");
-}
-
-void stream_waits(c10::cuda::CUDAStream stream, cudaEvent_t event) {
-  cuda::check(cudaStreamWaitEvent(stream.stream(), event, 0), "cudaStreamWaitEvent");
 }
 
 // Leaves a forked stream as a leaf of the capture, even if the operation fails partway: otherwise
@@ -114,7 +111,7 @@ struct NcclBackend::ReplayTracking {
   // Makes the next capture on `side` depend on everything that `stream` has captured so far.
   void follow(c10::cuda::CUDAStream stream) {
     record(events.ready, stream);
-    stream_waits(side.get(), events.ready);
+    cuda::stream_waits(side.get(), events.ready);
   }
 
   const std::shared_ptr<CommRuntime> runtime;
@@ -229,20 +226,20 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
   // For an operation on the current stream `ready` only shows the watchdog when it could run.
   if (call.async_op || !capture) record(work->ready(), current);
   if (stream != current) {
-    stream_waits(stream, work->ready());
+    cuda::stream_waits(stream, work->ready());
     if (capture) leaf.emplace(stream, current);
   }
   // A wait on the current stream delays no other operation of the lane.
   const bool is_ordered = which != Lane::waits || call.async_op;
   // In a capture this is needed on the same stream too: a preceding async operation is a leaf.
   if (is_ordered && previous && (previous->stream != stream || (capture && call.async_op))) {
-    stream_waits(stream, previous->work->end());
+    cuda::stream_waits(stream, previous->work->end());
   }
   // Nothing else orders the branches of a graph. Puts and signals captured before a wait, which the
   // peer may need before it signals, must not run after it.
   if (const auto& put = lane(Lane::one_sided).previous_captured;
       capture && which == Lane::waits && put) {
-    stream_waits(stream, put->work->end());
+    cuda::stream_waits(stream, put->work->end());
   }
   // A window's memory must stay mapped, on whatever stream the operation runs.
   const bool is_held = call.async_op || call.window != nullptr;

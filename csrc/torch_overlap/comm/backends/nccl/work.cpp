@@ -10,6 +10,7 @@
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/common/cuda/stream.h"
 
 namespace torch_overlap {
 namespace {
@@ -17,10 +18,6 @@ namespace {
 // A wait spins while short operations end; for long ones it sleeps between polls.
 constexpr auto kSpinTime = std::chrono::microseconds(50);
 constexpr auto kPollInterval = std::chrono::microseconds(50);
-
-void stream_waits(c10::cuda::CUDAStream stream, cudaEvent_t event) {
-  cuda::check(cudaStreamWaitEvent(stream.stream(), event, 0), "cudaStreamWaitEvent");
-}
 
 }  // namespace
 
@@ -131,7 +128,7 @@ void CudaWork::wait() {
                             "operation that was issued outside a graph cannot be joined by one");
       } else {
         const c10::cuda::CUDAGuard device(runtime_->device);
-        stream_waits(current, events_.end);
+        cuda::stream_waits(current, events_.end);
       }
     }
   }
@@ -148,7 +145,7 @@ void CudaWork::wait_in_capture(c10::cuda::CUDAStream current) {
                       ": expected wait() in the capture that has the operation, got it in another "
                       "capture");
   const c10::cuda::CUDAGuard device(runtime_->device);
-  stream_waits(current, events_.end);
+  cuda::stream_waits(current, events_.end);
   if (current == issued_on_) release(current);
 }
 
