@@ -1,4 +1,5 @@
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/index_range.h"
 #include "torch_overlap/common/views.h"
 #include "torch_overlap/gemm/checked_gemm.h"
 #include "torch_overlap/gemm/validate.h"
@@ -6,25 +7,20 @@
 namespace torch_overlap {
 namespace {
 
-struct Range {
-  int64_t begin;
-  int64_t length;
-};
-
-at::Tensor part_of(const at::Tensor& tensor, int64_t dim, Range range) {
+at::Tensor part_of(const at::Tensor& tensor, int64_t dim, IndexRange range) {
   if (!tensor.defined()) return {};
   return dim == 0 ? row_view(tensor, range.begin, range.length)
                   : tensor.narrow(dim, range.begin, range.length);
 }
 
-void check_range(std::string_view op, std::string_view what, int64_t size, Range range) {
+void check_range(std::string_view op, std::string_view what, int64_t size, IndexRange range) {
   TORCH_OVERLAP_CHECK(range.begin >= 0 && range.length >= 0 && range.length <= size - range.begin,
                       kValue, op, ": expected ", what, " within [0, ", size, "), got [",
                       range.begin, ", ", range.begin + range.length, "); cut inside the result");
 }
 
 // Slices dimension `dim` of out. Tensors that are not cut are shared with the whole.
-GemmArgs sliced(std::string_view op, const GemmArgs& args, int64_t dim, Range range) {
+GemmArgs sliced(std::string_view op, const GemmArgs& args, int64_t dim, IndexRange range) {
   TORCH_OVERLAP_CHECK(!args.out_amax.defined(), kUnsupported, op,
                       ": expected no out_amax in a product that is cut, got one, which every piece "
                       "would overwrite; give each piece its own after the cut");
@@ -45,7 +41,7 @@ at::Tensor workspace_part(const at::Tensor& workspace, int64_t part, int64_t par
 }
 
 GemmArgs CheckedGemm::rows(int64_t begin, int64_t length) const {
-  const Range range{begin, length};
+  const IndexRange range{begin, length};
   check_range(op_, "rows", shape_.m, range);
   if (length == shape_.m) return args_;
   TORCH_OVERLAP_CHECK(!args_.epilogue.bias_grad.defined() || !args_.epilogue.gelu_input.defined(),
@@ -59,7 +55,7 @@ GemmArgs CheckedGemm::rows(int64_t begin, int64_t length) const {
 }
 
 GemmArgs CheckedGemm::columns(int64_t begin, int64_t length) const {
-  const Range range{begin, length};
+  const IndexRange range{begin, length};
   check_range(op_, "columns", shape_.n, range);
   if (length == shape_.n) return args_;
   GemmArgs piece = sliced(op_, args_, 1, range);

@@ -4,10 +4,10 @@
 
 namespace torch_overlap::ops {
 
-std::vector<RowRange> row_chunks(int64_t rows, int64_t count, int64_t unit) {
+std::vector<IndexRange> row_chunks(int64_t rows, int64_t count, int64_t unit) {
   const int64_t units = rows / unit;
   count = std::clamp<int64_t>(count, 1, std::max<int64_t>(units, 1));
-  std::vector<RowRange> chunks;
+  std::vector<IndexRange> chunks;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t begin = units * i / count * unit;
     chunks.push_back({begin, units * (i + 1) / count * unit - begin});

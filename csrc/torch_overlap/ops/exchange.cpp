@@ -156,13 +156,13 @@ at::Tensor RowExchange::columns(const at::Tensor& rows, size_t i) const {
   return rows.narrow(1, column_offsets_[i], size_ * matrices_[i].size(1));
 }
 
-at::Tensor RowExchange::destination(size_t i, int from, const RowRange& rows) const {
+at::Tensor RowExchange::destination(size_t i, int from, const IndexRange& rows) const {
   const int64_t width = matrices_[i].size(1);
   return gathered_.narrow(0, rows.begin, rows.length)
       .narrow(1, column_offsets_[i] + from * width, width);
 }
 
-at::Tensor RowExchange::part(size_t i, int to, const RowRange& rows) const {
+at::Tensor RowExchange::part(size_t i, int to, const IndexRange& rows) const {
   return matrices_[i].narrow(0, to * own() + rows.begin, rows.length);
 }
 

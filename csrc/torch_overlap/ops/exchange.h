@@ -45,7 +45,7 @@ class RowExchange {
   RowExchange& operator=(const RowExchange&) = delete;
 
   size_t steps() const { return ranges_.size(); }
-  RowRange range(size_t step) const { return ranges_[step]; }
+  IndexRange range(size_t step) const { return ranges_[step]; }
   // Returns the rows range(step), [length, size * sum of k_i], valid on the current stream. Must be
   // called with the steps in order.
   at::Tensor wait(size_t step);
@@ -61,14 +61,14 @@ class RowExchange {
   // Makes the rows of `step` valid in gathered_.
   virtual void receive_step(size_t step) = 0;
   // Views of where the rows of matrix i from rank `from` arrive, and of the rows for rank `to`.
-  at::Tensor destination(size_t i, int from, const RowRange& rows) const;
-  at::Tensor part(size_t i, int to, const RowRange& rows) const;
+  at::Tensor destination(size_t i, int from, const IndexRange& rows) const;
+  at::Tensor part(size_t i, int to, const IndexRange& rows) const;
   int64_t own() const { return matrices_[0].size(0) / size_; }
 
   const int rank_;
   const int size_;
   std::vector<at::Tensor> matrices_;
-  std::vector<RowRange> ranges_;
+  std::vector<IndexRange> ranges_;
   std::vector<int64_t> column_offsets_;  // the first column of each matrix
   int64_t total_ = 0;                    // number of columns
   at::Tensor gathered_;                  // [own, total_]; allocated by the derived class

@@ -33,7 +33,7 @@ class ChannelRowExchange final : public RowExchange {
       gathered_ = channel_->data(0, {own(), total_}, matrices[0].scalar_type());
       for (size_t step = 0; step < steps(); ++step) send(session, step);
       session.lanes.run(0, "copy", [this] {
-        const RowRange all{0, own()};
+        const IndexRange all{0, own()};
         for (size_t i = 0; i < matrices_.size(); ++i) {
           destination(i, rank_, all).copy_(part(i, rank_, all));
         }
@@ -45,7 +45,7 @@ class ChannelRowExchange final : public RowExchange {
 
  private:
   void send(OverlapChannel::Session& session, size_t step) const {
-    const RowRange rows = range(step);
+    const IndexRange rows = range(step);
     const int first_flag = static_cast<int>(step) * size_;
     for (const Exchange& exchange : scatter_schedule(rank_, size_).exchanges) {
       for (size_t i = 0; i < matrices_.size(); ++i) {

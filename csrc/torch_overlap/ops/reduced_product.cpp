@@ -24,7 +24,7 @@ int64_t block_count(int64_t rows, int64_t features) {
 }
 
 // The product of some rows.
-GemmArgs product_of_rows(const ReduceProduct& product, const RowRange& rows,
+GemmArgs product_of_rows(const ReduceProduct& product, const IndexRange& rows,
                          const at::Tensor& out) {
   GemmArgs args = ops::product_of_rows(product.gemm, rows.begin, rows.length, out);
   args.overlaps_communication = rows.length < product.out.size(0);
@@ -41,7 +41,7 @@ class BlockwiseReduction {
   void run(Algorithm algorithm) {
     const auto& comm = product_.comm;
     const auto& out = product_.out;
-    for (const RowRange& block :
+    for (const IndexRange& block :
          row_chunks(out.size(0), block_count(out.size(0), out.size(1)), product_.row_unit)) {
       const auto rows = row_view(out, block.begin, block.length);
       const RowShare share{block.length, comm->size(), product_.row_unit};
@@ -119,7 +119,7 @@ void multiply_then_reduce(const ReduceProduct& product) {
 void reduce_in_pieces(const ReduceProduct& product) {
   const auto chunks = row_chunks(product.out.size(0), kNumAllReduceChunks, product.row_unit);
   std::vector<Product> products;  // checked before anything is sent
-  for (const RowRange& chunk : chunks) {
+  for (const IndexRange& chunk : chunks) {
     products.emplace_back(
         product.op,
         product_of_rows(product, chunk, row_view(product.out, chunk.begin, chunk.length)));

@@ -145,7 +145,7 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
   args.overlaps_communication = true;
   PartialAmax largest(std::exchange(args.out_amax, {}), found.size());
   const CheckedGemm whole(op, std::move(args));
-  for (const Piece& piece : found) {
+  for (const IndexRange& piece : found) {
     blocks.push_back(channel.data(piece.begin * problem.rows.rows * element,
                                   {problem.rows.rows, piece.length}, problem.dtype));
     GemmArgs part = whole.columns(piece.begin, piece.length);
@@ -165,7 +165,7 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
         continue;
       }
       lanes.after(comm, made[i]);
-      const Piece& piece = found[i];
+      const IndexRange& piece = found[i];
       at::Tensor room;
       if (received.defined()) {
         room = received.flatten()

@@ -83,7 +83,7 @@ std::vector<std::vector<CheckedGemm>> products_of_pieces(std::string_view op,
   std::vector<std::vector<CheckedGemm>> products;
   for (const Exchange& exchange : exchanges) {
     auto& of_chunk = products.emplace_back();
-    for (const Piece& piece : fused.pieces_of(exchange.give)) {
+    for (const IndexRange& piece : fused.pieces_of(exchange.give)) {
       of_chunk.emplace_back(op,
                             all.rows(fused.rows.begin(exchange.give) + piece.begin, piece.length));
     }

@@ -4,7 +4,7 @@
 namespace torch_overlap {
 namespace {
 
-Piece rows_of_step(const RowShare& rows, const ChunkStep& step) {
+IndexRange rows_of_step(const RowShare& rows, const ChunkStep& step) {
   const int64_t begin = rows.begin(step.first);
   return {begin, rows.begin(step.first + step.count) - begin};
 }
@@ -58,7 +58,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
   // Indexed by step. Checked before anything is sent.
   std::vector<std::vector<CheckedGemm>> products(schedule.steps.size());
   for (size_t i = 0; i < schedule.steps.size(); ++i) {
-    const Piece piece = rows_of_step(rows, schedule.steps[i]);
+    const IndexRange piece = rows_of_step(rows, schedule.steps[i]);
     if (piece.length == 0) continue;
     for (size_t j = 0; j < gemms.size(); ++j) {
       GemmArgs part = gemms[j].rows(piece.begin, piece.length);
@@ -150,7 +150,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
   // Indexed by step. Checked before anything is sent.
   std::vector<std::vector<CheckedGemm>> products(schedule.steps.size());
   for (size_t i = 0; i < schedule.steps.size(); ++i) {
-    const Piece piece = rows_of_step(rows, schedule.steps[i]);
+    const IndexRange piece = rows_of_step(rows, schedule.steps[i]);
     if (piece.length == 0) continue;
     for (size_t j = 0; j < gemms.size(); ++j) {
       GemmArgs part = gemms[j].rows(piece.begin, piece.length);

@@ -10,8 +10,8 @@ int64_t FusedScatter::piece_rows() const {
   return of_largest.empty() ? kTileRows : of_largest[0].length;
 }
 
-std::vector<Piece> FusedScatter::pieces_of(int rank) const {
-  std::vector<Piece> all;
+std::vector<IndexRange> FusedScatter::pieces_of(int rank) const {
+  std::vector<IndexRange> all;
   const int64_t most = piece_rows();
   const int64_t length = rows.length(rank);
   for (int64_t begin = 0; begin < length; begin += most) {

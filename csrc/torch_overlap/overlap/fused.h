@@ -67,7 +67,7 @@ struct FusedScatter {
   TORCH_OVERLAP_API int64_t piece_rows() const;
   // Returns the pieces of the rows of `rank`, relative to its first row. A rank may have fewer
   // pieces than others.
-  TORCH_OVERLAP_API std::vector<Piece> pieces_of(int rank) const;
+  TORCH_OVERLAP_API std::vector<IndexRange> pieces_of(int rank) const;
 };
 
 // out = the sum of lhs * rhs over ranks, * factor + bias, on every rank: one kernel, for few rows.

@@ -88,10 +88,10 @@ bool uses_one_shot(int64_t bytes, int size) {
   return size <= 2 || bytes <= (size <= 4 ? kMaxOneShotBytesFourRanks : kMaxOneShotBytes);
 }
 
-std::vector<Piece> pieces(int64_t total, int64_t count, int64_t multiple) {
+std::vector<IndexRange> pieces(int64_t total, int64_t count, int64_t multiple) {
   const int64_t even = (total + std::max<int64_t>(count, 1) - 1) / std::max<int64_t>(count, 1);
   const int64_t length = (even + multiple - 1) / multiple * multiple;
-  std::vector<Piece> found;
+  std::vector<IndexRange> found;
   for (int64_t begin = 0; begin < total; begin += length) {
     found.push_back({begin, std::min(length, total - begin)});
   }

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/base/index_range.h"
 #include "torch_overlap/base/rounding.h"
 
 // Schedules of overlapped operations, as values: pure functions of rank and size, which every
@@ -107,12 +108,8 @@ inline constexpr int kMaxLowLatencyBlocks = 128;
 
 // Splits [0, total) into at most `count` consecutive pieces. None is empty, and all but the last
 // have the same length, a multiple of `multiple`.
-struct Piece {
-  int64_t begin;
-  int64_t length;
-  bool operator==(const Piece&) const = default;
-};
-TORCH_OVERLAP_API std::vector<Piece> pieces(int64_t total, int64_t count, int64_t multiple = 1);
+TORCH_OVERLAP_API std::vector<IndexRange> pieces(int64_t total, int64_t count,
+                                                 int64_t multiple = 1);
 
 // Returns the order in which the GEMMs (G) of a pipeline and the reduce-scatters (R) of their
 // results are issued: overlap_first_gemm false: G0 R0 G1 R1 G2 R2; true: G0 G1 R0 G2 R1 R2, so that

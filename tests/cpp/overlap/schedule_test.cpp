@@ -222,7 +222,7 @@ TEST(Pieces, CoverInOrderNoneEmptyAllButTheLastOfOneLength) {
         const auto found = pieces(total, count, multiple);
         EXPECT_LE(found.size(), static_cast<size_t>(std::max<int64_t>(count, 1)));
         int64_t next = 0;
-        for (const Piece& piece : found) {
+        for (const IndexRange& piece : found) {
           EXPECT_EQ(piece.begin, next);
           EXPECT_GT(piece.length, 0);
           EXPECT_EQ(piece.begin % multiple, 0);
@@ -314,7 +314,7 @@ TEST(FusedScatter, PiecesAreWholeTilesAndCoverTheRowsOfEveryRank) {
           int64_t end = 0;
           const auto pieces = scatter.pieces_of(rank);
           EXPECT_LE(static_cast<int>(pieces.size()), count);
-          for (const Piece& piece : pieces) {
+          for (const IndexRange& piece : pieces) {
             EXPECT_EQ(piece.begin, end);
             EXPECT_EQ(piece.begin % scatter.piece_rows(), 0);
             EXPECT_GT(piece.length, 0);
@@ -330,8 +330,8 @@ TEST(FusedScatter, PiecesAreWholeTilesAndCoverTheRowsOfEveryRank) {
 
 TEST(FusedScatter, AShortRankMayHaveAPieceLess) {
   const FusedScatter scatter{.gemm = {}, .rows = {257, 2}, .out = {}, .pieces = 2};
-  EXPECT_EQ(scatter.pieces_of(0), (std::vector<Piece>{{0, 128}, {128, 1}}));
-  EXPECT_EQ(scatter.pieces_of(1), (std::vector<Piece>{{0, 128}}));
+  EXPECT_EQ(scatter.pieces_of(0), (std::vector<IndexRange>{{0, 128}, {128, 1}}));
+  EXPECT_EQ(scatter.pieces_of(1), (std::vector<IndexRange>{{0, 128}}));
 }
 
 }  // namespace
