@@ -329,6 +329,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
                                            uint64_t sequence, const std::vector<int>& ranks,
                                            const std::optional<std::string>& name,
                                            const OpOptions& options);
+  void drop_attachments();
+  std::vector<std::shared_ptr<CommAttachment>> attachments() const;
 
   const std::string backend_name_;
   const std::string name_;
@@ -344,8 +346,6 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   std::mutex registered_mutex_;
   std::map<const void*, size_t> registered_;  // address and bytes of registered memory
   uint64_t registered_generation_ = 0;
-  void drop_attachments();
-  std::vector<std::shared_ptr<CommAttachment>> attachments() const;
   mutable std::mutex attachments_mutex_;
   using Attachments = std::map<std::string, std::shared_ptr<CommAttachment>, std::less<>>;
   Attachments attachments_;
