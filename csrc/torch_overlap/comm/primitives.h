@@ -27,6 +27,7 @@ class TORCH_OVERLAP_API Primitives {
   virtual void all_gather(const RankTensors& out, const at::Tensor& tensor) = 0;
   virtual void reduce_scatter(const at::Tensor& tensor, const RankTensors& in,
                               const ReduceOp& op) = 0;
+  // `in` and `out` share no memory.
   virtual void all_to_all(const RankTensors& out, const RankTensors& in) = 0;
   virtual void barrier() = 0;
   virtual void scatter(const at::Tensor& tensor, const RankTensors& in, int root) = 0;

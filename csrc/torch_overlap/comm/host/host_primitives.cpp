@@ -1,6 +1,5 @@
 #include "torch_overlap/comm/host/host_primitives.h"
 
-#include <algorithm>
 #include <cstring>
 #include <set>
 #include <utility>
@@ -51,11 +50,6 @@ std::vector<Bytes> write_parts(const RankTensors& blocks, int size) {
 
 std::vector<ConstBytes> read_parts(const RankTensors& blocks, int size) {
   return parts_of<ConstBytes>(blocks, size, read);
-}
-
-bool overlaps(ConstBytes a, ConstBytes b) {
-  return !a.empty() && !b.empty() && a.data() < b.data() + b.size() &&
-         b.data() < a.data() + a.size();
 }
 
 }  // namespace
@@ -176,15 +170,7 @@ void HostPrimitives::all_gather(const RankTensors& out, const at::Tensor& tensor
 void HostPrimitives::all_to_all(const RankTensors& out, const RankTensors& in) {
   primitive_ = Primitive::all_to_all;
   const auto to_parts = write_parts(out, size());
-  auto from_parts = read_parts(in, size());
-  // A part that an in-place operation would overwrite before it is sent is copied first.
-  std::vector<std::vector<std::byte>> kept(size());
-  for (int r = 0; r < size(); ++r) {
-    const auto hit = [&](Bytes part) { return overlaps(part, from_parts[r]); };
-    if (r == rank() || std::none_of(to_parts.begin(), to_parts.end(), hit)) continue;
-    kept[r].assign(from_parts[r].begin(), from_parts[r].end());
-    from_parts[r] = kept[r];
-  }
+  const auto from_parts = read_parts(in, size());
   copy(to_parts[rank()], from_parts[rank()]);
   for (int step = 1; step < size(); ++step) {
     const int to = (rank() + step) % size();
