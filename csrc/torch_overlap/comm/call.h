@@ -92,9 +92,9 @@ enum class Primitive : uint8_t {
   barrier,         //
   scatter,         // in (root only) -> tensor, root
   gather,          // tensor -> out (root only), root
-  put,             // tensor -> window of rank root, from byte offset on
-  signal,          // window, root
-  wait_signal,     // window, root: the rank whose signal is waited for, ticket
+  put,             // tensor -> window of rank peer, from byte offset on
+  signal,          // window, peer
+  wait_signal,     // window, peer: the rank whose signal is waited for, ticket
 };
 
 // True if all ranks issue the primitive. The others concern one rank or two.
@@ -128,8 +128,9 @@ struct Call {
   RankTensors out;
   std::vector<P2POp> p2p;
   ReduceOp reduce_op;
-  std::shared_ptr<const RmsNorm> norm;  // for an all_reduce whose backend has_rms_norm()
-  int root = -1;
+  std::shared_ptr<const RmsNorm> norm;      // for an all_reduce whose backend has_rms_norm()
+  int root = -1;                            // of the primitives that have one
+  int peer = -1;                            // of a send or recv, and of the operations of windows
   bool is_compared = false;                 // with the calls of the other ranks: see mismatch.h
   std::shared_ptr<SymmetricMemory> window;  // lives until the operation is done
   int64_t offset = 0;

@@ -147,7 +147,7 @@ CallRecord::CallRecord(const Call& call, std::shared_ptr<CommRecord> of)
       primitive(call.primitive),
       async_op(call.async_op),
       reduce_op(call.reduce_op.type()),
-      root(call.root),
+      root(call.peer < 0 ? call.root : call.peer),
       timeout(call.timeout),
       call_id(call.id),
       trace_id(comm->trace_ids->fetch_add(1, std::memory_order_relaxed)),

@@ -112,7 +112,7 @@ class TORCH_OVERLAP_API CallRecord {
   const Primitive primitive;
   const bool async_op;
   const RedOpType reduce_op;
-  const int root;
+  const int root;  // or the peer; -1 for none
   const Milliseconds timeout;
   const uint64_t call_id;   // Call::id, which hooks see
   const uint64_t trace_id;  // number of the record in its trace

@@ -141,7 +141,7 @@ WorkPtr TorchComm::send(const Tensor& tensor, int dst, bool async_op, const OpOp
   TORCH_OVERLAP_CHECK(dst != check.rank, kValue, "send: expected another rank as dst, got ", dst,
                       ", which is this rank; a batch may send to its own rank");
   Call call = make_call(OpName::send, Primitive::p2p);
-  call.root = dst;
+  call.peer = dst;
   call.p2p.push_back({P2POp::Type::SEND, tensor, dst, tag});
   return issue(check, std::move(call), async_op, options);
 }
@@ -164,7 +164,7 @@ WorkPtr TorchComm::recv(const Tensor& tensor, int src, bool async_op, const OpOp
   TORCH_OVERLAP_CHECK(src != check.rank, kValue, "recv: expected another rank as src, got ", src,
                       ", which is this rank; a batch may receive from its own rank");
   Call call = make_call(OpName::recv, Primitive::p2p);
-  call.root = src;
+  call.peer = src;
   call.p2p.push_back({P2POp::Type::RECV, tensor, src, tag});
   return issue(check, std::move(call), async_op, options);
 }

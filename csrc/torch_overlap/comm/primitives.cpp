@@ -27,11 +27,11 @@ void Primitives::run(const Call& call) {
     case Primitive::gather:
       return gather(call.out, call.tensor, call.root);
     case Primitive::put:
-      return put(*call.window, call.tensor, call.root, call.offset);
+      return put(*call.window, call.tensor, call.peer, call.offset);
     case Primitive::signal:
-      return signal(*call.window, call.root);
+      return signal(*call.window, call.peer);
     case Primitive::wait_signal:
-      return wait_signal(*call.window, call.root, call.ticket);
+      return wait_signal(*call.window, call.peer, call.ticket);
   }
   fail(ErrorKind::kRuntime, call.describe(), ": expected a primitive, got number ",
        static_cast<int>(call.primitive));

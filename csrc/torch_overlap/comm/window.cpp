@@ -257,7 +257,7 @@ Call TorchCommWindow::one_sided(OpName name, Primitive primitive, const Registra
   Call call;
   call.name = name;
   call.primitive = primitive;
-  call.root = rank;
+  call.peer = rank;
   call.window = registered.memory;
   return call;
 }

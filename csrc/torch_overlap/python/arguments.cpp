@@ -88,12 +88,12 @@ Arguments arguments_of(const Call& call, int size) {
       break;
     case OpName::put:
       add("tensor", py::cast(call.tensor));
-      add("peer", py::cast(call.root));
+      add("peer", py::cast(call.peer));
       add("offset", py::cast(call.offset / static_cast<int64_t>(call.tensor.element_size())));
       break;
     case OpName::signal:
     case OpName::wait_signal:
-      add("peer", py::cast(call.root));
+      add("peer", py::cast(call.peer));
       break;
     case OpName::barrier:
     case OpName::split:

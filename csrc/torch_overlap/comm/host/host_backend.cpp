@@ -107,7 +107,7 @@ HostBackend::Lane HostBackend::lane_of(const P2POp& op) const {
 }
 
 HostBackend::LaneList HostBackend::lanes_of(const Call& call) const {
-  if (call.window != nullptr) return {1 + 2 * context_.size + call.root};
+  if (call.window != nullptr) return {1 + 2 * context_.size + call.peer};
   if (call.primitive != Primitive::p2p) return {kCollectives};
   LaneList lanes;
   for (const P2POp& op : call.p2p) lanes.push_back(lane_of(op));
@@ -159,7 +159,7 @@ WorkPtr HostBackend::launch(Call call) {
 WorkPtr HostBackend::launch_wait(Call call) {
   const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   const bool async_op = call.async_op;
-  call.ticket = take_ticket(*call.window, call.root);  // taken at launch: waits end in that order
+  call.ticket = take_ticket(*call.window, call.peer);  // taken at launch: waits end in that order
   const auto work = std::make_shared<HostWork>(std::move(call), nullptr, launched_.fetch_add(1),
                                                /*parts=*/1, std::weak_ptr<HostWorkOwner>(self));
   if (async_op || is_interruptible()) {
