@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -26,68 +27,63 @@ constexpr const char* kUnsupportedInCapture =
 constexpr const char* kSharedGpuCopiesNeedSms =
     "ranks share a GPU, where copies need SMs, and a kernel that waits for them has all of these";
 
-// make: creates a channel that does not exist. find: only looks for it.
-enum class ChannelLookup { make, find };
-
 struct ChannelRequirement {
   OperatorChannel which;
-  int64_t bytes;  // 0: not needed
+  int64_t bytes;
 };
+using ChannelRequirements = std::vector<ChannelRequirement>;
 
-// Returns why these channels of a communicator cannot be used; empty if they can.
-std::string unsupported_reason_of(const std::vector<ChannelRequirement>& channels,
-                                  const OverlapProblem& problem,
-                                  const std::shared_ptr<TorchComm>& comm, ChannelLookup lookup) {
+// Returns why the problem cannot use channels at all; empty if it can.
+std::string no_channels_reason(const OverlapProblem& problem, const TorchComm& comm) {
   if (!is_channel_dtype(problem.dtype)) {
     return concat("products of ", problem.dtype, " are torch's");
   }
-  if (comm->backend_name() == "fake") return "the communicator has no peers";
-  for (const auto& [which, bytes] : channels) {
-    if (bytes == 0) continue;
-    const auto channel = lookup == ChannelLookup::make
-                             ? operator_channel(problem.op, comm, which, bytes)
-                             : existing_operator_channel(*comm, which);
-    const bool is_missing = !channel || channel->bytes() < bytes;
-    if (is_missing && (lookup == ChannelLookup::make || comm->is_capturing()))
-      return kUnsupportedInCapture;
-    if (channel && !channel->transport().is_peer_mapped()) return channel->unsupported_reason();
-    if (channel && channel->is_broken()) {
-      return "an earlier operation ended half way; reconfigure() the communicator, or make a new "
-             "one";
-    }
+  return comm.backend_name() == "fake" ? "the communicator has no peers" : "";
+}
+
+// Returns why this channel of a communicator cannot be used; empty if it can. A channel that does
+// not exist is assumed to be usable, unless a capture keeps it from being created.
+std::string channel_unsupported_reason(const ChannelRequirement& required, const TorchComm& comm) {
+  const auto channel = existing_operator_channel(comm, required.which);
+  const bool is_missing = !channel || channel->bytes() < required.bytes;
+  if (is_missing && comm.is_capturing()) return kUnsupportedInCapture;
+  if (!channel) return {};
+  if (!channel->transport().is_peer_mapped()) return channel->unsupported_reason();
+  if (channel->is_broken()) {
+    return "an earlier operation ended half way; reconfigure() the communicator, or make a new one";
   }
   return {};
 }
 
-std::vector<ChannelRequirement> channels_of(const OverlapProblem& problem) {
-  return {{OperatorChannel::gather, problem.gather_bytes},
-          {OperatorChannel::scatter, problem.scatter_bytes}};
-}
-
-std::string channel_unsupported_reason(const OverlapProblem& problem,
-                                       const std::shared_ptr<TorchComm>& comm,
-                                       ChannelLookup lookup) {
-  return unsupported_reason_of(channels_of(problem), problem, comm, lookup);
+ChannelRequirements channels_of(const OverlapProblem& problem, const TorchComm&) {
+  ChannelRequirements channels;
+  if (problem.gather_bytes > 0) channels.push_back({OperatorChannel::gather, problem.gather_bytes});
+  if (problem.scatter_bytes > 0) {
+    channels.push_back({OperatorChannel::scatter, problem.scatter_bytes});
+  }
+  return channels;
 }
 
 // True if ranks share a GPU, as far as existing channels know.
 bool shares_devices(const OverlapProblem& problem, const TorchComm& comm) {
-  for (const auto& [which, bytes] : channels_of(problem)) {
-    const auto channel = bytes > 0 ? existing_operator_channel(comm, which) : nullptr;
+  for (const auto& required : channels_of(problem, comm)) {
+    const auto channel = existing_operator_channel(comm, required.which);
     if (channel && channel->shares_devices()) return true;
   }
   return false;
 }
 
-std::string low_latency_unsupported_reason(const OverlapProblem& problem,
-                                           const std::shared_ptr<TorchComm>& comm,
-                                           ChannelLookup lookup) {
-  if (!problem.low_latency_bytes) {
-    return concat("nothing of this part of ", problem.op, " lies in memory that ranks share");
-  }
-  const ChannelRequirement gathered{OperatorChannel::gather, problem.gather_bytes};
-  const ChannelRequirement summed{OperatorChannel::sum, *problem.low_latency_bytes};
-  return unsupported_reason_of({summed.bytes > 0 ? summed : gathered}, problem, comm, lookup);
+std::string low_latency_unsupported_reason(const OverlapProblem& problem, const TorchComm&) {
+  if (problem.low_latency_bytes) return {};
+  return concat("nothing of this part of ", problem.op, " lies in memory that ranks share");
+}
+
+ChannelRequirements low_latency_channels(const OverlapProblem& problem, const TorchComm& comm) {
+  const int64_t sum_bytes = problem.low_latency_bytes.value_or(0);
+  if (sum_bytes > 0) return {{OperatorChannel::sum, sum_bytes}};
+  ChannelRequirements channels = channels_of(problem, comm);
+  std::erase_if(channels, [](const auto& one) { return one.which != OperatorChannel::gather; });
+  return channels;
 }
 
 // The shape of the fused kernel of a product with `columns`.
@@ -120,47 +116,48 @@ bool should_fuse_allreduce(const OverlapProblem& problem, const std::shared_ptr<
                                     min_sm_count(problem, comm));
 }
 
-// Returns why the device has no fused kernel for the problem, or why it cannot be used; empty if it
-// can.
-std::string fused_unsupported_reason(const OverlapProblem& problem,
-                                     const std::shared_ptr<TorchComm>& comm, ChannelLookup lookup) {
+// Returns why the device has no fused kernel for the problem; empty if it has one.
+std::string fused_unsupported_reason(const OverlapProblem& problem, const TorchComm& comm) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
-  OverlapDevice& device = overlap_device(problem.op, comm->device().type());
+  OverlapDevice& device = overlap_device(problem.op, comm.device().type());
   for (const int64_t columns : problem.local_n) {
-    auto why = device.fused_unsupported_reason(fused_shape(problem, *comm, columns));
+    auto why = device.fused_unsupported_reason(fused_shape(problem, comm, columns));
     if (!why.empty()) return why;
   }
-  if (const int64_t required_bytes = ops::fused_allreduce_bytes(problem, *comm);
-      required_bytes > 0) {
-    return unsupported_reason_of({{OperatorChannel::reduce, required_bytes}}, problem, comm,
-                                 lookup);
-  }
-  auto no_channel = channel_unsupported_reason(problem, comm, lookup);
-  if (!no_channel.empty() || !problem.fused_kernel_waits_for_copies()) return no_channel;
-  return shares_devices(problem, *comm) ? kSharedGpuCopiesNeedSms : "";
+  return {};
 }
 
-std::string pipelined_unsupported_reason(const OverlapProblem& problem,
-                                         const std::shared_ptr<TorchComm>&, ChannelLookup) {
+ChannelRequirements fused_channels(const OverlapProblem& problem, const TorchComm& comm) {
+  const int64_t reduce_bytes = ops::fused_allreduce_bytes(problem, comm);
+  if (reduce_bytes > 0) return {{OperatorChannel::reduce, reduce_bytes}};
+  return channels_of(problem, comm);
+}
+
+std::string pipelined_unsupported_reason(const OverlapProblem& problem, const TorchComm&) {
   if (problem.can_pipeline) return {};
   return concat("products of ", problem.dtype, " are torch's");
 }
 
-// An algorithm and the function that returns why it cannot run; null: it always can.
 struct AlgorithmInfo {
   std::string_view name;
-  std::string (*unsupported_reason)(const OverlapProblem&, const std::shared_ptr<TorchComm>&,
-                                    ChannelLookup);
+  // Returns why the operator or the device does not have it; null: they always do.
+  std::string (*unsupported_reason)(const OverlapProblem&, const TorchComm&);
+  // Returns the channels that it uses; null: it uses none.
+  ChannelRequirements (*channels)(const OverlapProblem&, const TorchComm&);
 };
 
 // Indexed by Algorithm.
 constexpr std::array<AlgorithmInfo, 6> kAlgorithms{
-    {{"sequential", nullptr},
-     {"pipelined", pipelined_unsupported_reason},
-     {"p2p", channel_unsupported_reason},
-     {"bulk", channel_unsupported_reason},
-     {"fused", fused_unsupported_reason},
-     {"low_latency", low_latency_unsupported_reason}}};
+    {{"sequential", nullptr, nullptr},
+     {"pipelined", pipelined_unsupported_reason, nullptr},
+     {"p2p", nullptr, channels_of},
+     {"bulk", nullptr, channels_of},
+     {"fused", fused_unsupported_reason, fused_channels},
+     {"low_latency", low_latency_unsupported_reason, low_latency_channels}}};
+
+const AlgorithmInfo& info_of(Algorithm algorithm) {
+  return kAlgorithms.at(static_cast<size_t>(algorithm));
+}
 
 std::optional<Algorithm> algorithm_of(std::string_view name) {
   const auto* const found =
@@ -171,60 +168,95 @@ std::optional<Algorithm> algorithm_of(std::string_view name) {
 }
 
 bool can_be_unsupported(Algorithm algorithm) {
-  return kAlgorithms.at(static_cast<size_t>(algorithm)).unsupported_reason != nullptr;
+  const AlgorithmInfo& info = info_of(algorithm);
+  return info.unsupported_reason != nullptr || info.channels != nullptr;
 }
 
+// Returns why the algorithm cannot run, apart from the state of its channels; empty if it can.
+std::string static_unsupported_reason(Algorithm algorithm, const OverlapProblem& problem,
+                                      const TorchComm& comm) {
+  const AlgorithmInfo& info = info_of(algorithm);
+  if (info.unsupported_reason != nullptr) {
+    auto why = info.unsupported_reason(problem, comm);
+    if (!why.empty()) return why;
+  }
+  return info.channels == nullptr ? "" : no_channels_reason(problem, comm);
+}
+
+// Returns why the algorithm cannot run; empty if it can.
 std::string unsupported_reason(Algorithm algorithm, const OverlapProblem& problem,
-                               const std::shared_ptr<TorchComm>& comm, ChannelLookup lookup) {
-  if (!can_be_unsupported(algorithm)) return {};
-  return kAlgorithms.at(static_cast<size_t>(algorithm)).unsupported_reason(problem, comm, lookup);
+                               const TorchComm& comm) {
+  auto why = static_unsupported_reason(algorithm, problem, comm);
+  const AlgorithmInfo& info = info_of(algorithm);
+  if (!why.empty() || info.channels == nullptr) return why;
+  for (const auto& required : info.channels(problem, comm)) {
+    why = channel_unsupported_reason(required, comm);
+    if (!why.empty()) return why;
+  }
+  const bool waits_for_copies = algorithm == Algorithm::fused &&
+                                problem.fused_kernel_waits_for_copies() &&
+                                ops::fused_allreduce_bytes(problem, comm) == 0;
+  return waits_for_copies && shares_devices(problem, comm) ? kSharedGpuCopiesNeedSms : "";
 }
 
-// True if "fused" is the default when nothing was measured, for enough rows. It costs the host the
-// least and is the fastest measured algorithm or, for gathers, close to it. If ranks share a GPU,
-// their kernels would wait for each other's SMs.
-bool should_use_fused(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                      ChannelLookup lookup) {
-  return problem.local_k > 0 && ops::fused_allreduce_bytes(problem, *comm) == 0 &&
-         unsupported_reason(Algorithm::fused, problem, comm, lookup).empty() &&
-         !shares_devices(problem, *comm);
+// Creates the channels that the algorithm uses and that do not exist, up to the first one that
+// cannot be used. Collective. Creates none if the algorithm cannot run anyway, or in a capture.
+void ensure_channels(Algorithm algorithm, const OverlapProblem& problem,
+                     const std::shared_ptr<TorchComm>& comm) {
+  const AlgorithmInfo& info = info_of(algorithm);
+  if (info.channels == nullptr) return;
+  if (!static_unsupported_reason(algorithm, problem, *comm).empty()) return;
+  for (const auto& required : info.channels(problem, *comm)) {
+    operator_channel(problem.op, comm, required.which, required.bytes);
+    if (!channel_unsupported_reason(required, *comm).empty()) return;
+  }
 }
 
-// Chooses when nothing was measured.
-Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                      ChannelLookup lookup) {
-  if (should_fuse_allreduce(problem, comm) &&
-      unsupported_reason(Algorithm::fused, problem, comm, lookup).empty()) {
-    return {Algorithm::fused,
-            concat("one kernel multiplies and sums products of ", problem.m, " rows"), kRule};
+// An algorithm that "auto" takes if it can run. The last candidate can always run.
+struct Candidate {
+  Choice choice;  // empty `why`: the reason why the previous candidate cannot run
+  bool is_measured = false;
+  bool needs_gpu_per_rank = false;
+};
+
+// Returns the candidates when nothing was measured. "fused" is the default for enough rows: it
+// costs the host the least and is the fastest measured algorithm or, for gathers, close to it. If
+// ranks share a GPU, their kernels would wait for each other's SMs.
+std::vector<Candidate> candidates_by_rule(const OverlapProblem& problem,
+                                          const std::shared_ptr<TorchComm>& comm) {
+  std::vector<Candidate> found;
+  const auto add = [&](Algorithm algorithm, std::string why, bool needs_gpu_per_rank = false) {
+    found.push_back(
+        {.choice = {algorithm, std::move(why), kRule}, .needs_gpu_per_rank = needs_gpu_per_rank});
+  };
+  if (should_fuse_allreduce(problem, comm)) {
+    add(Algorithm::fused,
+        concat("one kernel multiplies and sums products of ", problem.m, " rows"));
   }
   if (!is_worth_chunks(problem.chunk_rows)) {
-    return {Algorithm::sequential,
-            concat("chunks of ", problem.chunk_rows, " rows are quicker computed than sent; ",
-                   kMinChunkRows, " are worth it"),
-            kRule};
+    add(Algorithm::sequential,
+        concat("chunks of ", problem.chunk_rows, " rows are quicker computed than sent; ",
+               kMinChunkRows, " are worth it"));
+    return found;
   }
   if (!problem.can_pipeline) {
-    return {Algorithm::sequential, pipelined_unsupported_reason(problem, comm, lookup), kRule};
+    add(Algorithm::sequential, pipelined_unsupported_reason(problem, *comm));
+    return found;
   }
-  if (should_use_fused(problem, comm, lookup)) {
-    return {Algorithm::fused, "a kernel waits for the other ranks by itself", kRule};
+  if (problem.local_k > 0 && ops::fused_allreduce_bytes(problem, *comm) == 0) {
+    add(Algorithm::fused, "a kernel waits for the other ranks by itself",
+        /*needs_gpu_per_rank=*/true);
   }
   // On a CPU only the communicator's threads run concurrently with a product.
-  if (comm->device().is_cpu()) return {Algorithm::pipelined, "a CPU", kRule};
-  if (!problem.prefers_channels) {
-    return {Algorithm::pipelined, concat("pieces of ", problem.chunk_rows, " rows"), kRule};
+  if (comm->device().is_cpu()) {
+    add(Algorithm::pipelined, "a CPU");
+  } else if (!problem.prefers_channels) {
+    add(Algorithm::pipelined, concat("pieces of ", problem.chunk_rows, " rows"));
+  } else {
+    add(Algorithm::p2p, "ranks reach each other's memory");
+    add(Algorithm::pipelined, "");
   }
-  const auto why = unsupported_reason(Algorithm::p2p, problem, comm, lookup);
-  if (!why.empty()) return {Algorithm::pipelined, why, kRule};
-  return {Algorithm::p2p, "ranks reach each other's memory", kRule};
-}
-
-std::optional<TunedAlgorithm> measured(const OverlapProblem& problem,
-                                       const std::shared_ptr<TorchComm>& comm, bool in_graph,
-                                       ChannelLookup lookup) {
-  return lookup == ChannelLookup::make ? find_tuned(problem, comm, in_graph)
-                                       : find_tuned_local(problem, comm, in_graph);
+  return found;
 }
 
 // False if the measurement ran another kernel: for few rows "fused" is a different one, and a
@@ -249,49 +281,94 @@ bool is_graph_only(const OverlapProblem& problem, const std::shared_ptr<TorchCom
   return ops::fused_allreduce_bytes(problem, *comm) > 0 && !should_fuse_allreduce(problem, comm);
 }
 
-// Chooses the measured algorithm of this mode (captured or eager) if it can run, otherwise that of
-// the other mode, which is better than a rule, otherwise by the rule.
-Choice choose_for_mode(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                       bool in_graph, ChannelLookup lookup) {
-  std::string tuned_unsupported_reason;  // why the measured one cannot run
-  std::string tuned_note;
+// Returns the candidates of a mode (captured or eager): the measured algorithm of this mode, that
+// of the other mode, which is better than a rule, and those of the rule.
+std::vector<Candidate> candidates_of(const OverlapProblem& problem,
+                                     const std::shared_ptr<TorchComm>& comm, bool in_graph) {
+  std::vector<Candidate> found;
   for (const bool mode : {in_graph, !in_graph}) {
-    const auto tuned = measured(problem, comm, mode, lookup);
+    const auto tuned = find_tuned(problem, comm, mode);
     const auto known = tuned ? algorithm_of(tuned->algorithm) : std::nullopt;
     if (!known) continue;
     if (*known == Algorithm::fused && (!is_same_fused_kernel(*tuned, problem, *comm) ||
                                        (!in_graph && is_graph_only(problem, comm)))) {
       continue;
     }
-    const auto why = unsupported_reason(*known, problem, comm, lookup);
-    if (why.empty()) {
-      const auto* const for_what = tuned->is_other_size ? " for a like size, " : ", ";
-      return {*known, concat("measured as the quickest", for_what, tuned->source), tuned->source};
-    }
-    if (!tuned_unsupported_reason.empty()) continue;
-    tuned_unsupported_reason = why;
-    tuned_note = concat("; '", to_string(*known), "' of the ", tuned->source, " cannot be: ", why);
+    const auto* const for_what = tuned->is_other_size ? " for a like size, " : ", ";
+    found.push_back({.choice = {*known, concat("measured as the quickest", for_what, tuned->source),
+                                tuned->source},
+                     .is_measured = true});
   }
-  Choice choice = choose_by_rule(problem, comm, lookup);
-  if (choice.why != tuned_unsupported_reason) choice.why += tuned_note;
-  return choice;
+  auto by_rule = candidates_by_rule(problem, comm);
+  std::move(by_rule.begin(), by_rule.end(), std::back_inserter(found));
+  return found;
 }
 
-Choice choose(const OverlapProblem& problem, std::string_view algorithm,
-              const std::shared_ptr<TorchComm>& comm, ChannelLookup lookup) {
-  if (const auto asked = algorithm_of(algorithm)) {
-    const auto why = unsupported_reason(*asked, problem, comm, lookup);
-    TORCH_OVERLAP_CHECK(why.empty(), kUnsupported, problem.op, ": expected what algorithm '",
-                        algorithm, "' needs, got: ", why, ". Use 'auto' or 'sequential'.");
-    return {*asked, "asked for", kCaller};
+// Returns why "auto" does not take the candidate; empty if it does.
+std::string unsupported_reason(const Candidate& candidate, const OverlapProblem& problem,
+                               const TorchComm& comm) {
+  auto why = unsupported_reason(candidate.choice.algorithm, problem, comm);
+  if (!why.empty() || !candidate.needs_gpu_per_rank) return why;
+  return shares_devices(problem, comm) ? "ranks share a GPU" : "";
+}
+
+// Creates the channels of the candidates of a mode, up to the first one that can run. Collective.
+void ensure_channels(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                     bool in_graph) {
+  for (const Candidate& candidate : candidates_of(problem, comm, in_graph)) {
+    ensure_channels(candidate.choice.algorithm, problem, comm);
+    if (unsupported_reason(candidate, problem, *comm).empty()) return;
   }
-  if (comm->size() == 1) return {Algorithm::sequential, "one rank", kRule};
+}
+
+// Chooses for a mode.
+Choice choose_for_mode(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                       bool in_graph) {
+  std::string previous;                  // why the previous candidate cannot run
+  std::string tuned_unsupported_reason;  // why the measured one cannot run
+  std::string tuned_note;
+  for (Candidate& candidate : candidates_of(problem, comm, in_graph)) {
+    Choice& choice = candidate.choice;
+    const auto why = unsupported_reason(candidate, problem, *comm);
+    if (why.empty()) {
+      if (choice.why.empty()) choice.why = previous;
+      if (!candidate.is_measured && choice.why != tuned_unsupported_reason) {
+        choice.why += tuned_note;
+      }
+      return choice;
+    }
+    previous = why;
+    if (!candidate.is_measured || !tuned_unsupported_reason.empty()) continue;
+    tuned_unsupported_reason = why;
+    tuned_note = concat("; '", to_string(choice.algorithm), "' of the ", choice.decided_by,
+                        " cannot be: ", why);
+  }
+  fail(ErrorKind::kRuntime, problem.op, ": expected an algorithm that can run, got none");
+}
+
+// Creates and exchanges what choose() asks for. Collective.
+void prepare(const OverlapProblem& problem, std::optional<Algorithm> asked,
+             const std::shared_ptr<TorchComm>& comm) {
+  if (asked) return ensure_channels(*asked, problem, comm);
+  if (comm->size() == 1) return;
+  share_tuning(problem, comm);
   const bool in_graph = comm->is_capturing();
   // No memory can be shared during a capture. The eager call before a capture therefore creates the
   // channels that the captured call needs, even if it uses another algorithm itself.
-  if (lookup == ChannelLookup::make && !in_graph)
-    (void)choose_for_mode(problem, comm, /*in_graph=*/true, lookup);
-  return choose_for_mode(problem, comm, in_graph, lookup);
+  if (!in_graph) ensure_channels(problem, comm, /*in_graph=*/true);
+  ensure_channels(problem, comm, in_graph);
+}
+
+Choice choose(const OverlapProblem& problem, std::optional<Algorithm> asked,
+              const std::shared_ptr<TorchComm>& comm) {
+  if (asked) {
+    const auto why = unsupported_reason(*asked, problem, *comm);
+    TORCH_OVERLAP_CHECK(why.empty(), kUnsupported, problem.op, ": expected what algorithm '",
+                        to_string(*asked), "' needs, got: ", why, ". Use 'auto' or 'sequential'.");
+    return {*asked, "asked for", kCaller};
+  }
+  if (comm->size() == 1) return {Algorithm::sequential, "one rank", kRule};
+  return choose_for_mode(problem, comm, comm->is_capturing());
 }
 
 // The state that a cached choice depends on, apart from its key.
@@ -390,15 +467,16 @@ std::optional<Algorithm> choose_algorithm(const OverlapProblem& problem, std::st
                                           const std::shared_ptr<TorchComm>& comm,
                                           const std::function<void()>& check) {
   check_algorithm(problem.op, algorithm);
+  const auto asked = algorithm_of(algorithm);
   if (ExplainScope* const scope = ExplainScope::current()) {
-    scope->choice = choose(problem, algorithm, comm, ChannelLookup::find);
+    scope->choice = choose(problem, asked, comm);
     return std::nullopt;
   }
-  const auto asked = algorithm_of(algorithm);
   if (asked && !can_be_unsupported(*asked)) return asked;
   return ChoiceCache::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
     if (check) check();
-    return choose(problem, algorithm, comm, ChannelLookup::make).algorithm;
+    prepare(problem, asked, comm);
+    return choose(problem, asked, comm).algorithm;
   });
 }
 

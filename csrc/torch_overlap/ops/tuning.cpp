@@ -199,29 +199,22 @@ void set_tuning(TuningSource source, const TuningEntries& entries) {
 
 uint64_t tuning_version() { return measured().version; }
 
-std::optional<TunedAlgorithm> find_tuned(const OverlapProblem& problem,
-                                         const std::shared_ptr<TorchComm>& comm, bool in_graph) {
-  if (!can_have_tuning(problem, *comm)) return std::nullopt;
-  auto shared = std::static_pointer_cast<SharedTuning>(comm->attachment(kSharedTuning));
-  if (!shared) {
-    std::string cache;
-    {
-      TuningTables& all = measured();
-      const std::lock_guard lock(all.mutex);
-      cache = all.cache.text();
-    }
-    const auto mine =
-        SharedTuning::serialize_rank(sm_count(problem, *comm), device_name(problem, *comm), cache);
-    shared = std::make_shared<SharedTuning>(
-        OverlapGroup::of(comm)->exchange(problem.op, kSharedTuning, mine));
-    comm->attach(kSharedTuning, shared);
+void share_tuning(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
+  if (!can_have_tuning(problem, *comm) || comm->attachment(kSharedTuning)) return;
+  std::string cache;
+  {
+    TuningTables& all = measured();
+    const std::lock_guard lock(all.mutex);
+    cache = all.cache.text();
   }
-  return find_nearest_tuned(problem, *comm, shared.get(), in_graph);
+  const auto mine =
+      SharedTuning::serialize_rank(sm_count(problem, *comm), device_name(problem, *comm), cache);
+  comm->attach(kSharedTuning, std::make_shared<SharedTuning>(OverlapGroup::of(comm)->exchange(
+                                  problem.op, kSharedTuning, mine)));
 }
 
-std::optional<TunedAlgorithm> find_tuned_local(const OverlapProblem& problem,
-                                               const std::shared_ptr<TorchComm>& comm,
-                                               bool in_graph) {
+std::optional<TunedAlgorithm> find_tuned(const OverlapProblem& problem,
+                                         const std::shared_ptr<TorchComm>& comm, bool in_graph) {
   if (!can_have_tuning(problem, *comm)) return std::nullopt;
   const auto shared = std::static_pointer_cast<SharedTuning>(comm->attachment(kSharedTuning));
   return find_nearest_tuned(problem, *comm, shared.get(), in_graph);

@@ -41,16 +41,15 @@ struct TunedAlgorithm {
   int64_t n;
   int64_t k;
 };
+// Lets the members of a communicator agree on a cache and a device. Collective, once per
+// communicator.
+void share_tuning(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm);
 // Returns the entry of the requested sizes, otherwise the nearest one of the same operator, dtype,
 // number of ranks, device and mode. The distance is the sum over m, n and k of the half powers of
-// two between them, at most four. The first call of a communicator is collective: its members agree
-// on a cache and a device.
+// two between them, at most four. Looks in the agreed cache, for the agreed device; before
+// share_tuning() in this rank's.
 std::optional<TunedAlgorithm> find_tuned(const OverlapProblem& problem,
                                          const std::shared_ptr<TorchComm>& comm, bool in_graph);
-// The same without communication: with the agreed cache and device, otherwise this rank's.
-std::optional<TunedAlgorithm> find_tuned_local(const OverlapProblem& problem,
-                                               const std::shared_ptr<TorchComm>& comm,
-                                               bool in_graph);
 
 // Returns the smallest number of SMs of the communicator's members if they have exchanged it,
 // otherwise this rank's. 0 on a CPU.
