@@ -38,6 +38,8 @@ def _several(op: str, values: Any, what: str) -> list[Sharded]:
     for value in found:
         if not isinstance(value, Sharded):
             raise InvalidTypeError(f"{op}: expected Sharded {what}, got {type(value).__name__}; take .local of all")
+        if what == "inputs":
+            value._expect_in_graph(op)
     return found
 
 

@@ -219,14 +219,14 @@ class GatherMatmul(TraceConstant):
     def run(self, x: Sharded, rest: Sequence[Tensor], group: tuple[str, int]) -> Tensor:
         """Returns the local result. Caches the gathered operand in `x`."""
         weight, bias = _as_linear(self._call, rest[0]), rest[1] if len(rest) > 1 else None
-        keeps = x._should_cache_copies()
+        local, keeps = x._used_local(), x._should_cache_copies()
         (out,), gathered = _ops.all_gather_matmul(
-            x.local, [weight], [] if bias is None else [bias], *group, self._dim, keeps, "auto"
+            local, [weight], [] if bias is None else [bias], *group, self._dim, keeps, "auto"
         )
         if keeps:
-            if not is_dynamo_compiling() and torch.is_grad_enabled() and x.local.requires_grad:
-                gathered = _Gathered.apply(x.local, gathered.detach(), *group, self._dim)  # type: ignore[no-untyped-call]
-            x._cache_copy(self._target.text, gathered)
+            if not is_dynamo_compiling() and torch.is_grad_enabled() and local.requires_grad:
+                gathered = _Gathered.apply(local, gathered.detach(), *group, self._dim)  # type: ignore[no-untyped-call]
+            x._cache_copy(self._target.text, gathered, self._target)
         result: Tensor = out
         return result
 
@@ -299,12 +299,16 @@ def _select_reduction(
 class DeferredMatmul:
     """A product that is partial along some axes, and not computed yet.
 
-    Its operands must not change before it is: a changed operand is an error.
+    Its operands, and its bias, must not change before it is: a changed one is an error.
+
+    Attributes:
+        is_traced: True if it was made under torch.compile.
     """
 
     def __init__(self, step: RecipeStep, operands: Sequence[Tensor], bias: Sharded | None) -> None:
-        self._step, self._operands, self._bias = step, list(operands), bias
-        watched = [] if is_dynamo_compiling() or torch.is_inference_mode_enabled() else operands[:2]
+        self._step, self._operands, self.is_traced = step, list(operands), is_dynamo_compiling()
+        self._bias = None if bias is None else bias._with_local(bias.local, bias.spec)
+        watched = [] if self.is_traced else [*operands, *([] if bias is None else [bias.local])]
         self._versions = [(t, t._version) for t in watched if not t.is_inference()]
         self._grad = torch.is_grad_enabled()
 
@@ -312,13 +316,19 @@ class DeferredMatmul:
     def requires_grad(self) -> bool:
         return self._grad and any(t.requires_grad for t in self._operands)
 
+    def has_changed_operands(self) -> bool:
+        """Returns True if an operand was changed in place since."""
+        return any(tensor._version != version for tensor, version in self._versions)
+
     def compute(self) -> Tensor:
-        """Returns the partial local tensor."""
-        with self._with_call_state():
-            if is_dynamo_compiling():
+        """Returns the partial local tensor. torch counts the writes to it, also if this runs in inference mode."""
+        if is_dynamo_compiling():
+            with self._with_call_state():
                 out: Tensor = run_in_graph(self._step.traced_name, self._operands)
-            else:
-                out = self._step.local(self._operands)
+            return out
+        is_inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if is_inference else _null_context, self._with_call_state():
+            out = self._step.local(self._operands)
         return out
 
     def fused_result(self, spec: Spec, target: Spec) -> Tensor | None:
@@ -330,6 +340,7 @@ class DeferredMatmul:
         if how is None:
             return None
         kind, group, dim = how
+        out: Tensor
         with self._with_call_state():
             x, weight = self._operands[0], _as_linear(self._step.call, self._operands[1])
             if kind == "scatter":
@@ -338,22 +349,18 @@ class DeferredMatmul:
                 out = sum_matmul(x, weight, None, group, "auto")
             else:
                 out = _ops.matmul_all_reduce(x, weight, None, *group, "sum", "auto")
-        return out if self._bias is None else self._with_bias(out, target)
-
-    def _with_bias(self, out: Tensor, target: Spec) -> Tensor:
-        assert self._bias is not None
-        with self._with_call_state():
-            added: Sharded = torch.add(self._bias._with_local(out, target), self._bias)  # type: ignore[call-overload]
-            return added._moved(target)
+            if self._bias is not None:
+                added: Sharded = torch.add(self._bias._with_local(out, target), self._bias)  # type: ignore[call-overload]
+                out = added._moved(target)
+        return out
 
     @contextlib.contextmanager
     def _with_call_state(self) -> Iterator[None]:
-        for tensor, version in () if is_dynamo_compiling() else self._versions:
-            if tensor._version != version:
-                raise StateError(
-                    f"{self._step.call.name}: expected operands that stay as they are until the product is needed, got "
-                    "one that changed in place; take .local of the result first, or reshard it"
-                )
+        if not is_dynamo_compiling() and self.has_changed_operands():
+            raise StateError(
+                f"{self._step.call.name}: expected operands that stay as they are until the product is needed, got one "
+                "that changed in place; take .local of the result first, or reshard it"
+            )
         device = self._operands[0].device.type
         cast = torch._C._is_any_autocast_enabled()  # the operands are already cast, if necessary
         with torch.set_grad_enabled(self._grad), torch.autocast(device, enabled=False) if cast else _null_context:

@@ -13,6 +13,7 @@ from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError
 from torch_overlap.mesh._core import Layout
+from torch_overlap.mesh.copies import UNCHANGED, MovedCopies, State, is_hooked, state_of
 from torch_overlap.mesh.tracing import (
     NOT_IN_A_GRAPH,
     as_trace_constant,
@@ -70,17 +71,6 @@ def provenance_of(spec: Spec) -> Provenance:
     return Provenance.CAPTURE if torch.cuda.is_current_stream_capturing() else Provenance.FUNCTION
 
 
-def _version_of(value: Tensor | Sharded | None) -> int:
-    """Returns the number of writes to its memory, including those through other views; -1 if torch does not count
-    them."""
-    local = value._local if isinstance(value, Sharded) else value
-    return -1 if local is None or is_dynamo_compiling() or local.is_inference() else local._version
-
-
-def _is_inference() -> bool:
-    return not is_dynamo_compiling() and torch.is_inference_mode_enabled()
-
-
 class Sharded:
     """A tensor of global shape `shape`, of which this rank has `local`.
 
@@ -90,7 +80,12 @@ class Sharded:
     autograd graph, and `grad` is that of `local`.
 
     Functions that change a tensor in place raise, and so do random ones: apply them to `local`. A function's result
-    caches the copies that it was moved to; if either was changed since, on all ranks, it is moved again.
+    caches the copies that it was moved to; if either was changed since, it is moved again. A partial product is
+    computed when the first function or move uses it, together with its reduction if that is possible.
+
+    One rank alone may read `local`: communication never depends on it. All ranks must change `local` in place, assign
+    it, register hooks on it or call `retain_grad` alike, the last two before functions use the value. torch counts no
+    writes to tensors made in inference mode: change those results under no_grad.
 
     Attributes:
         local: This rank's part; the term of a partial value.
@@ -101,11 +96,12 @@ class Sharded:
     __slots__ = (
         "__weakref__",
         "_caches_in_trace",
-        "_copy_cache",
+        "_computed_state",
+        "_copies",
         "_deferred_matmul",
+        "_is_fused",
         "_local",
         "_provenance",
-        "_reduced_copy",
         "spec",
     )
 
@@ -117,8 +113,9 @@ class Sharded:
         provenance: Provenance = Provenance.CALLER,
     ) -> None:
         self._local, self.spec, self._deferred_matmul, self._provenance = local, spec, product, provenance
-        self._copy_cache: dict[tuple[str, bool, bool], tuple[int, Any, int]] | None = None
-        self._reduced_copy: tuple[Tensor, Spec, bool, int] | None = None
+        self._is_fused = False  # the reduction of the product was fused: gradients bypass `local`
+        self._computed_state = UNCHANGED  # that of a product when it was computed
+        self._copies: MovedCopies | None = None
         self._caches_in_trace = bool(provenance) and is_dynamo_compiling() and cache_in_trace(self)
 
     # --- Properties
@@ -129,14 +126,26 @@ class Sharded:
 
         Valid on the current stream; it carries the autograd graph. Assigning a tensor replaces the value's part.
         """
-        if self._local is None:
-            assert self._deferred_matmul is not None
-            self._local = self._deferred_matmul.compute()
-        return self._local
+        if self._local is not None:
+            return self._local
+        assert self._deferred_matmul is not None
+        is_same_capture = self._is_same_capture()
+        if not is_same_capture and self._provenance == Provenance.FUNCTION:
+            raise StateError(
+                f"Sharded: expected a product that is computed before the capture, got the deferred product {self}; "
+                "take .local of it before"
+            )
+        local = self._deferred_matmul.compute()
+        if is_same_capture:  # otherwise a replay changes the operands
+            self._local, self._computed_state = local, state_of(local)
+            if self._is_fused:
+                self._deferred_matmul = None
+        return local
 
     @local.setter
     def local(self, value: Tensor) -> None:
         self._local, self._deferred_matmul, self._provenance = value, None, Provenance.CALLER
+        self._is_fused, self._computed_state = False, UNCHANGED
         self._stop_caching()
 
     @property
@@ -187,10 +196,10 @@ class Sharded:
     @property
     def grad(self) -> Sharded | None:
         """The gradient, in the layout of gradient_layout."""
-        if self.local.grad is None:
+        if self._local is None or self._local.grad is None:
             return None
         layout = gradient_of(self.spec).layout
-        return Sharded(self.local.grad, spec_of(self.mesh, layout, self.shape, self.local.grad.dtype))
+        return Sharded(self._local.grad, spec_of(self.mesh, layout, self.shape, self._local.grad.dtype))
 
     @grad.setter
     def grad(self, value: None) -> None:
@@ -274,9 +283,10 @@ class Sharded:
         return self._to(spec_of(self.mesh, layout, self.shape, self.dtype))
 
     def _to(self, target: Spec) -> Sharded:
-        return (
-            self if target.text == self.spec.text else Sharded(self._moved(target), target, None, provenance_of(target))
-        )
+        if target.text == self.spec.text:
+            return self
+        moved = self._moved(target)
+        return Sharded(moved, target, None, provenance_of(target))
 
     def _moved(self, target: Spec) -> Tensor:
         """Returns the local tensor under another layout.
@@ -287,25 +297,23 @@ class Sharded:
         """
         spec = self.spec
         if target.text == spec.text:
-            return self.local
+            return self._used_local()
         moved: Tensor | None = self._cached_copy(target.text)
         if moved is not None:
             return moved
-        grad = torch.is_grad_enabled()
-        reduced = None if self._is_uncached_in_trace() else self._reduced_copy
-        if reduced is not None and reduced[2:] == (grad, _version_of(reduced[0])):
+        copies = None if spec.is_reduced else self._usable_copies()
+        reduced = None if copies is None else copies.find_reduced(self._state())
+        product = self._deferred_matmul
+        if reduced is not None:
             moved = _moved(reduced[0], reduced[1], target)
-        elif self._deferred_matmul is not None:
-            moved = self._deferred_matmul.fused_result(spec, target)
+        elif product is not None and self._can_fuse(product):
+            moved = product.fused_result(spec, target)
+            self._is_fused = moved is not None
+            if self._is_fused and self._local is not None:
+                self._deferred_matmul = None
         if moved is None:
-            moved = _moved(self.local, spec, target)
-        if (
-            self._cache_copy(target.text, moved)
-            and self._reduced_copy is None
-            and target.is_reduced
-            and not spec.is_reduced
-        ):
-            self._reduced_copy = moved, target, grad, _version_of(moved)
+            moved = _moved(self._used_local(), spec, target)
+        self._cache_copy(target.text, moved, target)
         return moved
 
     def _operand(self, target: Spec) -> Tensor:
@@ -313,7 +321,7 @@ class Sharded:
         values need no move."""
         spec = self.spec
         if target.values == spec.values:
-            local = self.local
+            local = self._used_local()
             if target.text == spec.text:
                 return local
             # Under vmap the inner tensor is the one that requires a gradient.
@@ -321,43 +329,79 @@ class Sharded:
                 return local
         return self._moved(target)
 
+    # --- Deferred products and moved copies
+
+    def _used_local(self) -> Tensor:
+        """Returns `local` for a function or a move, on all ranks. A product is no longer fused with its reduction."""
+        local = self.local
+        if self._local is not None:
+            self._deferred_matmul = None
+        return local
+
+    def _can_fuse(self, product: DeferredMatmul) -> bool:
+        """Returns True if this is the first use of the product, which can be fused with its reduction.
+
+        If this rank alone has computed `local`, the answer is the same. It is False where the fused operator would miss
+        something that all ranks did alike: a change of `local`, hooks on it, a change of the operands after it was
+        computed, gradients of a product that is reduced under no_grad.
+        """
+        local = self._local
+        if self._is_fused or (product.requires_grad and not torch.is_grad_enabled()):
+            return False
+        if is_dynamo_compiling():
+            return product.is_traced and local is None
+        is_unchanged = local is None or (
+            self._state() == UNCHANGED and not is_hooked(local) and not product.has_changed_operands()
+        )
+        return is_unchanged and self._is_same_capture()
+
+    def _expect_in_graph(self, op: str) -> None:
+        """Raises if gradients bypass `local`."""
+        if self._is_fused and self.requires_grad:
+            raise StateError(
+                f"{op}: expected a product whose gradient is kept, got one that was fused with its reduction; call "
+                "retain_grad() on it before functions use it"
+            )
+
+    def _is_same_capture(self) -> bool:
+        """Returns True for a function's result that was made in the running capture of a CUDA graph, or outside if none
+        runs."""
+        if is_dynamo_compiling():
+            return True
+        return self._provenance != Provenance.CALLER and self._provenance == provenance_of(self.spec)
+
+    def _state(self) -> State:
+        """Returns the state of `local`; of a product, the changes since it was computed: none if it is deferred."""
+        if self._local is None:
+            return UNCHANGED
+        (num_writes, requires_grad), computed = state_of(self._local), self._computed_state
+        return num_writes - computed[0], requires_grad != computed[1]
+
     def _should_cache_copies(self) -> bool:
         """Returns True if the value caches its moved copies. A value from a capture does only inside it, others only
         outside."""
-        if is_dynamo_compiling():
-            return self._caches_in_trace
-        return self._provenance != Provenance.CALLER and self._provenance == provenance_of(self.spec)
+        return self._caches_in_trace if is_dynamo_compiling() else self._is_same_capture()
 
-    def _is_uncached_in_trace(self) -> bool:
-        """Returns True in a trace outside `caching_moves`, and for arguments of the compiled function, whose cache must
+    def _usable_copies(self) -> MovedCopies | None:
+        """Returns the cached copies if they can be used now. In a trace, the cache of an argument is not read: it must
         not become a guard."""
-        return is_dynamo_compiling() and not self._caches_in_trace
+        return self._copies if self._should_cache_copies() else None
 
     def _stop_caching(self) -> None:
         """Drops the moved copies."""
-        self._copy_cache = self._reduced_copy = None
-        self._caches_in_trace = False
+        self._copies, self._caches_in_trace = None, False
 
     def _cached_copy(self, what: str) -> Any:
         """Returns a cached copy: the local tensor under a layout, or a Sharded of another dtype."""
-        if self._is_uncached_in_trace() or self._copy_cache is None or not self._should_cache_copies():
-            return None
-        found = self._copy_cache.get((what, torch.is_grad_enabled(), _is_inference()))
-        if found is None or found[0] != _version_of(self._local) or found[2] != _version_of(found[1]):
-            return None
-        return found[1]
+        copies = self._usable_copies()
+        return None if copies is None else copies.find(what, self._state())
 
-    def _cache_copy(self, what: str, made: Any) -> bool:
-        if not self._should_cache_copies():
-            return False
-        if self._copy_cache is None:
-            self._copy_cache = {}
-        self._copy_cache[what, torch.is_grad_enabled(), _is_inference()] = (
-            _version_of(self._local),
-            made,
-            _version_of(made),
-        )
-        return True
+    def _cache_copy(self, what: str, made: Any, spec: Spec | None = None) -> None:
+        """Caches a copy, with its Spec if it is in another layout, if the value caches copies."""
+        if self._should_cache_copies():
+            if self._copies is None:
+                self._copies = MovedCopies()
+            self._copies.add(what, made, spec, self._state())
 
     def full(self) -> Tensor:
         """Returns the whole tensor, on every rank; its gradient must be the same on every rank."""
@@ -395,7 +439,8 @@ class Sharded:
 
     def retain_grad(self) -> None:
         """Calls torch.Tensor.retain_grad on this rank's part: backward() then leaves `grad` on a value that is not a
-        leaf."""
+        leaf. Of a partial product, raises StateError if a function has already used it fused with its reduction."""
+        self._expect_in_graph("retain_grad")
         self.local.retain_grad()
 
     @torch.compiler.disable(reason=NOT_IN_A_GRAPH)  # type: ignore[untyped-decorator]
