@@ -286,6 +286,8 @@ class Sharded:
         if target.text == self.spec.text:
             return self
         moved = self._moved(target)
+        if not is_dynamo_compiling() and moved.requires_grad and self._should_cache_copies():
+            moved = moved.view_as(moved)  # hooks on the result must not see gradients of other users of the copy
         return Sharded(moved, target, None, provenance_of(target))
 
     def _moved(self, target: Spec) -> Tensor:

@@ -137,6 +137,31 @@ def test_copies_are_those_of_one_capture(seed, monkeypatch):
 # --- Gradients
 
 
+def test_hooks_on_a_moved_result_see_its_gradient_alone(seed):
+    """Functions that use the same copy have gradients of their own, also with retain_grad."""
+
+    def body(r):
+        value, c = r.randn(8, 4), r.randn(8, 4)
+        for before in ("[tp],[]", "[],[] P{tp}"):
+            for target in (None, "[],[]", P(None, "tp")):
+                leaf = r.place(value, before).requires_grad_()
+                plain = value.clone().requires_grad_()
+                y, z = leaf * 2.0, plain * 2.0
+                moved, again = y.reshard(target), y.reshard(target)
+                z_moved, z_again = z.view_as(z), z.view_as(z)
+                for kept in (moved, again, y, z_moved, z_again, z):
+                    kept.retain_grad()
+                moved.local.register_hook(lambda g: 5 * g)
+                z_moved.register_hook(lambda g: 5 * g)
+                cs = r.place(c, None)
+                (moved * cs + torch.sin(y) + torch.exp(again)).sum().backward()
+                (z_moved * c + torch.sin(z) + torch.exp(z_again)).sum().backward()
+                for got, expected in ((again, z_again), (y, z), (leaf, plain), (moved, z_moved)):
+                    r.check(got.grad, expected.grad)
+
+    on_mesh("tp=2", body, seed)
+
+
 @pytest.mark.parametrize("through", ["local", "Sharded"])
 def test_requires_grad_of_a_result_or_a_copy(through, seed):
     """Copies that were made before have no graph."""
