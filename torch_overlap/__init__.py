@@ -44,6 +44,7 @@ from torch_overlap._C import (  # noqa: E402
     comm_names,
     window_names,
 )
+from torch_overlap._c10d import comm_from_group  # noqa: E402
 from torch_overlap._explain import Explanation, explain  # noqa: E402
 from torch_overlap._health import health  # noqa: E402
 from torch_overlap._methods import get_comm, get_window  # noqa: E402
@@ -110,6 +111,7 @@ __all__ = [
     "WorkStatus",
     "__version__",
     "built_backends",
+    "comm_from_group",
     "comm_names",
     "comm_overlap_buffer",
     "comm_overlap_buffers",

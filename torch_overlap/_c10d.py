@@ -16,7 +16,13 @@ and:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from torch_overlap._C import TorchComm
 
 BACKEND_NAME = "torch_overlap"
 
@@ -45,6 +51,57 @@ def _make_group(c10d_options: Any, pg_options: Any) -> Any:
         c10d_options.group_id,
         c10d_options.timeout,
         pg_options,
+    )
+
+
+def comm_from_group(group: ProcessGroup | None = None, device: torch.device | str | None = None) -> TorchComm:
+    """Returns the communicator of a process group of the backend "torch_overlap".
+
+    It is the one that the group itself uses: operations of both are ordered together, and the group finalizes it. The
+    first call for a device makes it and is then collective over the group.
+
+        dist.init_process_group("torch_overlap")
+        comm = to.comm_from_group()
+        layer = to.nn.ColumnParallelLinear(4096, 11008, comm)
+
+    Args:
+        group: the group, as from `new_group` or `mesh.get_group("tp")`. Default: the default group.
+        device: the device of the tensors. Default: the current GPU if the group serves GPUs with this backend,
+            otherwise the CPU.
+
+    Raises:
+        InvalidValueError: the group does not use this backend for the device.
+        InvalidTypeError: group is not a ProcessGroup.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from torch_overlap._C import InvalidTypeError, InvalidValueError, _BackendWrapper
+    from torch_overlap._methods.arguments import describe
+
+    found: object = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        got = "none: torch.distributed is not initialized" if found is None else describe(found)
+        raise InvalidTypeError(
+            f"comm_from_group: expected a process group, got {got}; call init_process_group(backend='{BACKEND_NAME}'), "
+            "or pass the group of a mesh, mesh.get_group('tp')"
+        )
+    kinds = [torch.device(device).type] if device is not None else ["cuda", "cpu"]
+    for kind in kinds:
+        if kind == "cuda" and not torch.cuda.is_available():
+            continue
+        try:
+            backend = found._get_backend(torch.device(kind))
+        except RuntimeError:  # the group serves no tensors of this device
+            continue
+        if isinstance(backend, _BackendWrapper):
+            wanted = torch.device(kind if device is None else device)
+            if str(wanted) == "cuda":
+                wanted = torch.device("cuda", torch.cuda.current_device())
+            return backend.get_comm(wanted)
+    raise InvalidValueError(
+        f"comm_from_group: expected a group of backend '{BACKEND_NAME}' for {' or '.join(kinds)}, got "
+        f"'{dist.get_backend(found)}'; call init_process_group(backend='{BACKEND_NAME}') before init_device_mesh"
     )
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torch_overlap import ops
-from torch_overlap._C import StateError, TorchComm, _BackendWrapper
+from torch_overlap._C import StateError, TorchComm
+from torch_overlap._c10d import comm_from_group
 from torch_overlap.ops._arguments import group
 
 _ATTRIBUTE = "_parameter_layout"
@@ -68,14 +68,7 @@ def comm_of(mesh: DeviceMesh) -> TorchComm:
     """
     if mesh.ndim != 1:
         raise ValueError(f"comm_of: expected a mesh of one dimension, got {mesh.ndim}; take one, as in mesh['tp']")
-    process_group, device = mesh.get_group(), torch.device(mesh.device_type)
-    backend = process_group._get_backend(device)
-    if not isinstance(backend, _BackendWrapper):
-        raise ValueError(
-            f"comm_of: expected a mesh over backend 'torch_overlap', got '{dist.get_backend(process_group)}'; call "
-            "init_process_group(backend='torch_overlap') before init_device_mesh"
-        )
-    return backend.get_comm(torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device)
+    return comm_from_group(mesh.get_group(), mesh.device_type)
 
 
 def ranks_of(who: str, comm: TorchComm | DeviceMesh) -> tuple[TorchComm, DeviceMesh | None]:

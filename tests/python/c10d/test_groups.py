@@ -29,6 +29,39 @@ def sum_of_ranks(group=None):
     return x[0].item()
 
 
+# --- The communicator of a group ------------------------------------------------------------------------------------
+
+
+def communicators(rank, size, store):
+    with pytest.raises(torch_overlap.InvalidTypeError, match=r"got none: torch.distributed is not initialized"):
+        torch_overlap.comm_from_group()
+    init(rank, size, store)
+    comm = torch_overlap.comm_from_group()
+    assert (comm.get_rank(), comm.get_size(), comm.get_device().type) == (rank, size, "cpu")
+    assert torch_overlap.comm_from_group(dist.group.WORLD, "cpu") is comm
+    x = torch.full((3,), rank + 1.0)
+    comm.all_reduce(x, torch_overlap.ReduceOp.SUM, async_op=False)
+    assert x.tolist() == [size * (size + 1) / 2] * 3
+    half = dist.new_group([0])
+    if rank == 0:
+        assert torch_overlap.comm_from_group(half).get_size() == 1
+    else:
+        with pytest.raises(torch_overlap.InvalidTypeError, match="expected a process group, got"):
+            torch_overlap.comm_from_group(half)
+    other = dist.new_group(backend="gloo")
+    message = r"expected a group of backend 'torch_overlap' for cuda or cpu, got 'gloo'; call init_process_group"
+    with pytest.raises(torch_overlap.InvalidValueError, match=message):
+        torch_overlap.comm_from_group(other)
+    with pytest.raises(torch_overlap.InvalidTypeError, match="expected a process group, got 'tp'"):
+        torch_overlap.comm_from_group("tp")
+    dist.barrier(other)
+    dist.destroy_process_group()
+
+
+def test_the_communicator_of_a_group():
+    run_ranks(communicators, 2, comm=False)
+
+
 # --- Groups --------------------------------------------------------------------------------------------------------
 
 
