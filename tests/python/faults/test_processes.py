@@ -44,10 +44,22 @@ def run_jobs(body: Callable[..., None], backend: str) -> None:
 # ---- fork
 
 
+def fork() -> int:
+    """Forks. The audit hook of filelock refuses while another thread takes a file lock."""
+    for _ in range(100):
+        try:
+            return os.fork()
+        except RuntimeError as error:
+            if "filelock" not in str(error):
+                raise
+            time.sleep(0.01)
+    return os.fork()
+
+
 def in_fork(body: Callable[[], object]) -> tuple[int, str]:
     """Runs `body` in a fork of this process; returns its exit status, and its traceback if it raised or did not end."""
     read, write = os.pipe()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         status = 1
         faulthandler.dump_traceback_later(20, exit=True, file=write)

@@ -54,7 +54,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
     # Norms and losses of transformers compute in fp32.
-    torch.testing.assert_close(whole(got), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole(got), want, rtol=1e-3, atol=1e-4)
 
 
 def train(model: Any, seed: int, length: int) -> list[float]:
@@ -84,7 +84,7 @@ def trained(rank: int, size: int, store: Any, seed: int, family: str, sequence_p
     assert all(isinstance(p, DTensor) for p in model.parameters())
     tied = reference.lm_head.weight is reference.model.embed_tokens.weight
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    assert train(model, seed, length) == pytest.approx(train(reference, seed, length), rel=1e-5)
+    assert train(model, seed, length) == pytest.approx(train(reference, seed, length), rel=1e-4)
     for name, parameter in reference.named_parameters():
         close(model.get_parameter(name).detach(), parameter.detach())
 
@@ -119,7 +119,7 @@ def without_gathered_logits(rank: int, size: int, store: Any, seed: int) -> None
     reference = make("gemma3", seed)
     plan = plan_for(reference, size, gather_logits=False, algorithm="pipelined")
     model = parallelize(copy.deepcopy(reference), mesh, plan)
-    assert train(model, seed, SEQUENCE - 1) == pytest.approx(train(reference, seed, SEQUENCE - 1), rel=1e-5)
+    assert train(model, seed, SEQUENCE - 1) == pytest.approx(train(reference, seed, SEQUENCE - 1), rel=1e-4)
     tokens = torch.arange(1, SEQUENCE).unsqueeze(0)
     labels = tokens.where(tokens % 3 != 0, -100)
     got, want = (m(tokens, labels=labels, num_items_in_batch=torch.tensor(5)) for m in (model, reference))
@@ -139,7 +139,7 @@ def recomputed(rank: int, size: int, store: Any, seed: int, reentrant: bool, att
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.train()
     reference.train()
-    assert train(model, seed, SEQUENCE - 1) == pytest.approx(train(reference, seed, SEQUENCE - 1), rel=1e-5)
+    assert train(model, seed, SEQUENCE - 1) == pytest.approx(train(reference, seed, SEQUENCE - 1), rel=1e-4)
 
 
 @pytest.mark.parametrize(("reentrant", "attention"), [(False, "sdpa"), (True, "eager")])
