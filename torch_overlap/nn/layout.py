@@ -23,8 +23,10 @@ from torch_overlap._c10d import comm_from_group
 from torch_overlap.ops._arguments import group
 
 _ATTRIBUTE = "_parameter_layout"
+_IS_LOCAL = "_is_local"  # of a module: its forward runs
 _TIE = "_replaced_by"  # of a parameter that a style has replaced
-_CHECKED = "_checked_gradients"  # of a module: names
+_CHECKED = "_checked_gradients"  # of a module: name -> number of comparisons
+_CHECKS = 3
 _ops = torch.ops.torch_overlap
 
 
@@ -158,7 +160,13 @@ def local_parameter(module: nn.Module, name: str) -> Tensor | None:
     if parameter is None or layout is None:
         return parameter
     part: Tensor = parameter
-    if layout.mesh is not None and isinstance(parameter, DTensor):
+    if layout.mesh is not None:
+        placements = (layout.placement(name),)
+        if not isinstance(parameter, DTensor) or parameter.placements != placements:
+            got = f"one of {parameter.placements}" if isinstance(parameter, DTensor) else "a plain tensor"
+            if not isinstance(parameter, DTensor) or parameter.device_mesh == layout.mesh:
+                raise StateError(f"{type(module).__name__}: expected '{name}' as a DTensor of {placements}, got {got}. "
+                                 "Load whole tensors by load_full_state_dict, without assign=True.")  # fmt: skip
         if parameter.device_mesh is not layout.mesh and parameter.device_mesh != layout.mesh:
             raise StateError(f"{type(module).__name__}: expected '{name}' as a DTensor of {layout.mesh}, got one of "
                              f"{parameter.device_mesh}. Call the module that was given to fully_shard.")  # fmt: skip
@@ -172,8 +180,8 @@ def local_parameter(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _check_first_gradient(module: nn.Module, name: str, part: Tensor) -> None:
-    """Makes the first backward pass compare the ranks' gradients of a parameter that is not partial."""
-    if part.is_leaf or name in vars(module).setdefault(_CHECKED, set()) or torch.compiler.is_compiling():
+    """Makes the first backward passes compare the ranks' gradients of a parameter that is not partial."""
+    if part.is_leaf or torch.compiler.is_compiling() or vars(module).setdefault(_CHECKED, {}).get(name, 0) >= _CHECKS:
         return
     part.register_hook(functools.partial(_compare_gradients, module, name))
 
@@ -181,15 +189,24 @@ def _check_first_gradient(module: nn.Module, name: str, part: Tensor) -> None:
 @torch.no_grad()
 def _compare_gradients(module: nn.Module, name: str, grad: Tensor) -> None:
     layout, checked = layout_of(module), vars(module)[_CHECKED]
-    if layout is None or name in checked or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if layout is None or checked.get(name, 0) >= _CHECKS or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    checked.add(name)
-    norms = torch.stack([part.double().norm() for part in grad.flatten().chunk(8)])
-    largest, smallest = ops.all_reduce(torch.stack([norms, -norms]), layout.comm, "max")
-    if (largest + smallest).max() > 0.01 * largest.max():
+    # Norms, and sums of signed elements.
+    parts = [part.double() for part in grad.flatten().chunk(8)]
+    norms = torch.stack([part.norm() for part in parts])
+    sums = torch.stack([part.sum() for part in parts]) / max(1, parts[0].numel()) ** 0.5
+    values = torch.cat([norms, sums])
+    largest, smallest = ops.all_reduce(torch.stack([values, -values]), layout.comm, "max")
+    size = largest[: len(parts)].max()
+    if not bool(size > 0) or not bool(largest.isfinite().all() & smallest.isfinite().all()):
+        return  # says nothing
+    if (largest + smallest).max() <= 0.01 * size:
+        checked[name] = checked.get(name, 0) + 1
+    else:
         raise StateError(f"backward: expected the same gradient of '{name}' of {type(module).__name__} on all ranks, "
-                         f"got norms of its parts from {(-smallest).tolist()} to {largest.tolist()}. Its module has "
-                         "this rank's rows or heads only: give it SequenceParallel() in the plan.")  # fmt: skip
+                         f"got norms and sums of parts from {(-smallest).tolist()} to {largest.tolist()}. If "
+                         "its module has this rank's rows or heads only: give it SequenceParallel() in the plan. If dropout "
+                         "differs between the ranks: seed it alike.")  # fmt: skip
 
 
 def layouts(module: nn.Module) -> Iterator[tuple[str, nn.Module, ParameterLayout]]:
@@ -204,12 +221,16 @@ class _LocalForward(nn.Module):
     """The mixin of `compute_locally`: during forward the module's own parameters are plain tensors."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = {name: p for name, p in self._parameters.items() if isinstance(p, nn.Parameter)}
+        if vars(self).get(_IS_LOCAL):  # called by its own forward
+            return super().forward(*args, **kwargs)
+        own = {name: p for name, p in self._parameters.items() if p is not None}
         try:
+            vars(self)[_IS_LOCAL] = True
             for name in own:
                 self._parameters[name] = local_parameter(self, name)  # type: ignore[assignment]
             return super().forward(*args, **kwargs)
         finally:
+            vars(self)[_IS_LOCAL] = False
             self._parameters.update(own)
 
 
@@ -228,6 +249,9 @@ def compute_locally(module: nn.Module) -> None:
 
     The class of the module becomes a subclass of its class, of the same name.
     """
+    if "forward" in vars(module):
+        raise TypeError(f"{type(module).__name__}: expected a module whose forward is that of its class, got one that "
+                        "was patched. Parallelize the model first, then patch it.")  # fmt: skip
     if not isinstance(module, _LocalForward):
         module.__class__ = _local_class(type(module))
 

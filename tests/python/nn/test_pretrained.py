@@ -148,6 +148,27 @@ def test_gradient_checkpointing(seed: int, reentrant: bool, attention: str) -> N
     run_ranks(recomputed, 2, seed, reentrant, attention, comm=False, timeout=240)
 
 
+def two_lengths(rank: int, size: int, store: Any, seed: int, reentrant: bool) -> None:
+    """Layers of two odd lengths are recomputed in one backward pass."""
+    mesh = start(rank, size, store)
+    reference = make("llama", seed)
+    model = parallelize(copy.deepcopy(reference), mesh, plan_for(reference, size, algorithm="pipelined"))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    tokens = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+    for module in (model, reference):
+        module.train()
+        inputs = [module.get_input_embeddings()(tokens[:, :n]) for n in (12, 11, 9)]
+        sum(module(inputs_embeds=x).logits.square().mean() for x in inputs).backward()
+    for name, parameter in reference.named_parameters():
+        close(model.get_parameter(name).grad, parameter.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_lengths_of_one_backward_pass_may_differ(seed: int, reentrant: bool) -> None:
+    pytest.importorskip("transformers")
+    run_ranks(two_lengths, 2, seed, reentrant, comm=False, timeout=240)
+
+
 def torch_styled(mesh: Any) -> nn.Module:
     return parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
 

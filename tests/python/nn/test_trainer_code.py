@@ -21,7 +21,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torch_overlap as to
-from torch_overlap.nn.styles import ColumnParallel, Replicated, RowParallel, SequenceParallel, parallelize
+from torch_overlap.nn.styles import (
+    ColumnParallel,
+    Replicated,
+    RowParallel,
+    SequenceParallel,
+    VocabularyParallel,
+    parallelize,
+)
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -289,6 +296,64 @@ def norms_of_heads(rank: int, size: int, store: Any, seed: int) -> None:
 
 def test_a_norm_of_split_heads_is_summed_or_missed(seed: int) -> None:
     run_ranks(norms_of_heads, 2, seed, comm=False)
+
+
+def guarded(rank: int, size: int, store: Any, seed: int) -> None:
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    forgets = {name: style for name, style in plan(True).items() if name != "norm"}
+    model = parallelize(Llama(), mesh, forgets)
+    tokens = make_batches(seed)[0][0]
+    for factor in (0.0, float("inf")):  # says nothing of the ranks' gradients
+        (model(tokens).square().sum() * factor).backward()
+    with pytest.raises(to.StateError, match=r"^backward: expected the same gradient of 'weight' of RMSNorm"):
+        model(tokens).square().sum().backward()
+    assigned = parallelize(Llama(), mesh, plan(True))
+    assigned.load_state_dict(Llama().state_dict(), assign=True)
+    with pytest.raises(to.StateError, match=r"expected 'weight' as a DTensor of .*, got a plain tensor. Load whole"):
+        assigned(tokens)
+
+
+def test_a_gradient_that_says_nothing_and_a_parameter_of_another_layout(seed: int) -> None:
+    run_ranks(guarded, 2, seed, comm=False)
+
+
+def refused_modules(rank: int, size: int, store: Any) -> None:
+    mesh = start(rank, size, store)
+    for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        with pytest.raises(ValueError, match=f"expected an embedding without {next(iter(option))}, got"):
+            parallelize_module(nn.Embedding(8, 4, **option), mesh, VocabularyParallel())
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match=r"expected an nn.Linear, got ParametrizedLinear"):
+        parallelize_module(normed, mesh, ColumnParallel())
+    patched = nn.LayerNorm(4)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="expected a module whose forward is that of its class"):
+        parallelize_module(patched, mesh, SequenceParallel())
+
+
+def test_modules_that_would_be_wrong_are_refused() -> None:
+    run_ranks(refused_modules, 2, comm=False)
+
+
+def vocabulary(rank: int, size: int, store: Any, seed: int) -> None:
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    reference = nn.Sequential(nn.Embedding(8, 4, padding_idx=5), nn.BatchNorm1d(4, affine=False)).double()
+    reference[1].running_mean += rank  # type: ignore[operator]  # buffers are rank 0's
+    model = parallelize(copy.deepcopy(reference), mesh, {"0": VocabularyParallel()})
+    assert torch.equal(model[1].running_mean, torch.zeros(4, dtype=torch.float64))
+    tokens = torch.randint(8, (3, 7), generator=torch.Generator().manual_seed(seed))
+    for module in (model[0], reference[0]):
+        module(tokens).square().sum().backward()
+    close(model[0].weight.grad, reference[0].weight.grad)
+    assert model[0].padding_idx == 5
+    with pytest.raises(IndexError):
+        model[0](tokens + 8)
+
+
+def test_an_embedding_that_is_split_by_vocabulary(seed: int) -> None:
+    run_ranks(vocabulary, 2, seed, comm=False)
 
 
 def forgotten_norm(rank: int, size: int, store: Any, seed: int) -> None:

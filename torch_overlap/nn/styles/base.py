@@ -25,13 +25,14 @@ class Style(ParallelStyle):
 
     def _linear(self, module: nn.Module, name: str = "") -> nn.Linear:
         who = type(self).__name__
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if not isinstance(module, nn.Linear) or not plain or any(True for _ in module.children()):  # parametrizations
             at = f" at '{name}'" if name else ""
             raise TypeError(f"{who}: expected an nn.Linear{at}, got {type(module).__name__}; change the plan")
         return module
 
     def _synchronize(self, module: nn.Module, comm: TorchComm) -> None:
-        """Moves the parameters to the communicator's device, with the values of rank `src_data_rank`."""
+        """Moves parameters and buffers to the communicator's device, with the values of rank `src_data_rank`."""
         for child in module.modules():
             if layout_of(child) is not None:
                 continue
@@ -44,6 +45,12 @@ class Style(ParallelStyle):
                     parameter.data = parameter.data.to(comm.get_device()).contiguous()
                     if self.src_data_rank is not None:
                         comm.broadcast(parameter.data, self.src_data_rank, async_op=False)
+            for name, buffer in child.named_buffers(recurse=False):
+                if not buffer.is_meta:
+                    buffer = buffer.to(comm.get_device()).contiguous()
+                    setattr(child, name, buffer)
+                    if self.src_data_rank is not None and buffer.numel() > 0:
+                        comm.broadcast(buffer, self.src_data_rank, async_op=False)
 
     def _columns(self, module: nn.Module, ranks: int, multiple_of: int, name: str = "") -> nn.Linear:
         linear = self._linear(module, name)

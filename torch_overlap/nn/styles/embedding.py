@@ -20,7 +20,8 @@ class VocabularyParallel(Style):
 
     Raises:
         TypeError: not an nn.Embedding.
-        ValueError: the number of ranks does not divide the vocabulary; an embedding with max_norm.
+        ValueError: the number of ranks does not divide the vocabulary; an embedding with max_norm, scale_grad_by_freq
+            or sparse gradients.
     """
 
     def __init__(self) -> None:
@@ -33,9 +34,10 @@ class VocabularyParallel(Style):
         if module.num_embeddings % ranks != 0 or module.weight.size(0) != module.num_embeddings:
             raise ValueError(f"VocabularyParallel: expected num_embeddings divisible by {ranks} ranks, got "
                              f"{module.num_embeddings}. Pad the vocabulary, or leave it replicated.")  # fmt: skip
-        if module.max_norm is not None:
-            raise ValueError("VocabularyParallel: expected an embedding without max_norm, got "
-                             f"{module.max_norm}. Leave it replicated.")  # fmt: skip
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                raise ValueError(f"VocabularyParallel: expected an embedding without {option}, got "
+                                 f"{getattr(module, option)}. Leave it replicated.")  # fmt: skip
         return module
 
     def split_dims(self, module: nn.Module, ranks: int) -> dict[str, int]:
@@ -55,9 +57,8 @@ class VocabularyParallel(Style):
         compute_locally(embedding)
         rows = part.size(0)
         first = rank * rows
-        if embedding.padding_idx is not None:  # its row gets no gradient, on the rank that has it
-            own = embedding.padding_idx - first
-            embedding.padding_idx = own if 0 <= own < rows else None
+        padding = embedding.padding_idx  # its row gets no gradient, on the rank that has it
+        own_padding = None if padding is None or not 0 <= padding - first < rows else padding - first
         foreign: list[Tensor] = []  # of the call that runs
 
         def to_own(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,9 +67,11 @@ class VocabularyParallel(Style):
             # A token outside of the vocabulary stays so, and the lookup raises.
             outside = ((own < 0) | (own >= rows)) & (tokens >= 0) & (tokens < rows * size)
             foreign[:] = [outside]
+            embedding.padding_idx = own_padding  # during forward
             return (own.masked_fill(outside, 0), *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}
 
         def add(_: nn.Module, args: Any, y: Tensor) -> Tensor:
+            embedding.padding_idx = padding
             return ops.all_reduce(y.masked_fill(foreign.pop().unsqueeze(-1), 0), comm, grad="I")
 
         embedding.register_forward_pre_hook(to_own, with_kwargs=True)

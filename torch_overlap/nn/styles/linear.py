@@ -171,5 +171,5 @@ class SharedGather(Style):
             layer.shared, layer.index = shared, index
             shared.layers.append(become(linear, layer))
         module.register_forward_pre_hook(shared.begin, with_kwargs=True)
-        module.register_forward_hook(shared.end)
+        module.register_forward_hook(shared.end, always_call=True)
         return module

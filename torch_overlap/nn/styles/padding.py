@@ -6,6 +6,8 @@ from their results, and layers that scatter it append them again. The model's co
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +15,8 @@ from torch import Tensor
 from torch_overlap._C import StateError, TorchComm, UnsupportedError
 from torch_overlap.ops._arguments import group
 
-# Communicator -> true length of the sequence that ShardInput split last; absent: the ranks divide it.
+# Communicator -> true length of the sequence that ShardInput split last, until GatherSequence; absent: unknown, the
+# ranks divide it.
 _lengths: dict[str, int] = {}
 
 
@@ -30,11 +33,34 @@ def start_sequence(x: Tensor, dim: int, comm: TorchComm) -> Tensor:
             raise UnsupportedError(f"ShardInput: expected a sequence divisible by {size} ranks under "
                                    f"torch.compile, got length {x.size(dim)}. Pad the input.")  # fmt: skip
         return x
-    if not missing:
-        _lengths.pop(name, None)
-        return x
     _lengths[name] = x.size(dim)
-    return _pad(x, dim, missing)
+    x = _Mark.apply(x, name, None)  # type: ignore[no-untyped-call]
+    return _pad(x, dim, missing) if missing else x
+
+
+def end_sequence(y: Tensor, comm: TorchComm) -> Tensor:
+    """Forgets the length after the sequence was gathered. Backward restores it for layers that are recomputed."""
+    if torch.compiler.is_compiling():
+        return y
+    name, _ = group(comm)
+    return _Mark.apply(y, name, _lengths.pop(name, None))  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Mark(torch.autograd.Function):
+    """The identity, whose backward pass sets the length of the sequence; None: there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, length: int | None) -> Tensor:
+        ctx.name, ctx.length = name, length
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.length is None:
+            _lengths.pop(ctx.name, None)
+        else:
+            _lengths[ctx.name] = ctx.length
+        return grad, None, None
 
 
 def gathered_rows(rows: int, comm: TorchComm) -> int:

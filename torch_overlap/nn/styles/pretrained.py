@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from torch_overlap._C import StateError
 from torch_overlap.nn.cross_entropy import vocabulary_parallel_cross_entropy
 from torch_overlap.nn.layout import comm_of
 from torch_overlap.nn.styles.base import Style
@@ -65,7 +66,12 @@ class ParallelLoss(Style):
             )
             return total if num_items_in_batch is None else total / num_items_in_batch
 
+        def generate(*_: Any, **__: Any) -> None:
+            raise StateError("generate: expected gathered logits, got this rank's part of the vocabulary. Use "
+                             "plan_for(gather_logits=True).")  # fmt: skip
+
         module.loss_function = loss  # type: ignore[assignment]
+        module.generate = generate  # type: ignore[assignment]
         return module
 
 
@@ -92,7 +98,7 @@ def plan_for(
 
     Projections that share their input share one gather, the embedding and the head are split by vocabulary, a tie of
     the two is kept, and gradients of norms of split heads are summed. The model's outputs are those of the unsharded
-    model; with `sequence_parallel`, hidden states between layers (`output_hidden_states`) are this rank's rows.
+    model, except that `attentions` are of this rank's heads, and with `sequence_parallel` `hidden_states` of its rows.
 
     Args:
         model: the unsharded model.
@@ -141,8 +147,9 @@ class _Planner:
     def _add_layers(self, ends: dict[str, nn.Module]) -> None:
         columns: dict[tuple[str, bool], list[str]] = defaultdict(list)
         for pattern, word in self.rules.items():
-            names = [name for name in self._matching(pattern) if name not in ends]
-            if not names:
+            if not (names := self._matching(pattern)):
+                self.plan.notes.append(f"no module matches '{pattern}' of the tp_plan")
+            if all(name in ends for name in names):
                 continue
             parent, _, child = pattern.rpartition(".")
             if word in _COLUMNS:
@@ -155,6 +162,9 @@ class _Planner:
                 known = ", ".join([*_COLUMNS, *_ROWS, *_PARTIAL])
                 raise ValueError(f"plan_for: expected rules of {known} in the tp_plan of {type(self.model).__name__}, "
                                  f"got '{word}' for '{pattern}'. Write a plan by hand.")  # fmt: skip
+        if not columns:
+            raise ValueError(f"plan_for: expected modules of {type(self.model).__name__} that the rules of its tp_plan "
+                             "name, got none. Pass the model itself, not a wrapper.")  # fmt: skip
         for (parent, gathers), children in columns.items():
             if parent in self.plan:
                 raise ValueError(f"plan_for: expected projections of one kind in '{parent}', got some with gathered "

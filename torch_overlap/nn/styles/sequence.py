@@ -11,7 +11,7 @@ from torch_overlap import ops
 from torch_overlap.nn.functional import local_shard
 from torch_overlap.nn.layout import comm_of, replicate
 from torch_overlap.nn.styles.base import Style, first_tensor, with_first
-from torch_overlap.nn.styles.padding import start_sequence, trim_rows
+from torch_overlap.nn.styles.padding import end_sequence, start_sequence, trim_rows
 
 
 class SequenceParallel(Style):
@@ -79,7 +79,8 @@ class GatherSequence(Style):
         replicate(module, comm, device_mesh, is_partial=True)
 
         def gather(_: nn.Module, args: Any, y: Tensor) -> Tensor:
-            return trim_rows(ops.all_gather(y, comm, self.sequence_dim, grad="I"), self.sequence_dim, comm)
+            whole = trim_rows(ops.all_gather(y, comm, self.sequence_dim, grad="I"), self.sequence_dim, comm)
+            return end_sequence(whole, comm)
 
         module.register_forward_hook(gather)
         return module
