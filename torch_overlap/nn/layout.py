@@ -204,9 +204,9 @@ def _compare_gradients(module: nn.Module, name: str, grad: Tensor) -> None:
         checked[name] = checked.get(name, 0) + 1
     else:
         raise StateError(f"backward: expected the same gradient of '{name}' of {type(module).__name__} on all ranks, "
-                         f"got norms and sums of parts from {(-smallest).tolist()} to {largest.tolist()}. If its module "
-                         "has this rank's rows or heads only: give it SequenceParallel() in the plan. If dropout differs "
-                         "between the ranks: seed it alike.")  # fmt: skip
+                         f"got norms and sums of parts from {(-smallest).tolist()} to {largest.tolist()}. If its "
+                         "module has this rank's rows or heads only: give it SequenceParallel() in the plan. If "
+                         "dropout differs between the ranks: seed it alike.")  # fmt: skip
 
 
 def layouts(module: nn.Module) -> Iterator[tuple[str, nn.Module, ParameterLayout]]:

@@ -127,7 +127,7 @@ class ColumnParallelLinear(_ParallelLinear):
         in_features: the features of x.
         out_features: of the whole layer; a list makes several layers, and forward returns a list.
         comm: the communicator whose ranks share the layer, or a DeviceMesh of one dimension of backend "torch_overlap".
-            Of a mesh, parameters are DTensors. Every rank makes the same layers, and calls them in the same order.
+            Parameters over a mesh are DTensors. Every rank makes the same layers, and calls them in the same order.
         bias: if True, adds biases.
         sequence_parallel: selects the row of the table above.
         gather_output: if True, gathers the output features too, so that every rank has [..., out_features]. Its
