@@ -97,7 +97,7 @@ class _CrossEntropy(torch.autograd.Function):
         loss = log_sum - sums[1].where(sums[2] > 0, torch.nan)
         if smoothing:
             loss = (1 - smoothing) * loss + smoothing * (log_sum - sums[3] / (x.size(-1) * size))
-        ctx.save_for_backward(logits, own, counted, is_own, largest + log_sum)
+        ctx.save_for_backward(logits, own, counted, is_own, largest, log_sum)
         ctx.size, ctx.smoothing = size, smoothing
         result: Tensor = loss.where(counted, 0)
         return result
@@ -105,9 +105,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        logits, own, counted, is_own, log_sum = ctx.saved_tensors
+        logits, own, counted, is_own, largest, log_sum = ctx.saved_tensors
         grad = grad.where(counted, 0).unsqueeze(-1)
-        out = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp_()
+        # The difference to the largest logit is exact; that to their sum would not be.
+        out = (logits.to(log_sum.dtype) - largest.unsqueeze(-1)).sub_(log_sum.unsqueeze(-1)).exp_()
         if ctx.smoothing:
             out -= ctx.smoothing / (out.size(-1) * ctx.size)
         taken = (is_own.to(out.dtype) * (ctx.smoothing - 1)).unsqueeze(-1)
