@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import glob
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +47,7 @@ def without_styles(
             layouts[pattern] = value
             continue
         _check(value)
-        found = list(_modules(module, pattern))
+        found = list(styles.matching_modules(module, pattern))
         lost += [] if found else [pattern]
         for prefix, owner in found:
             for parameter, dim in value.split_dims(owner, axes[name]).items():
@@ -68,16 +67,6 @@ def _check(style: Style) -> None:
                 f"shard_module: expected a style without {option}, got {type(style).__name__} with {got!r}; on a mesh "
                 "choosing(...) selects how products run"
             )
-
-
-def _modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields modules as parallelize_module finds them: one pattern per part of a name; an empty pattern for the module
-    itself."""
-    wanted = pattern.split(".") if pattern else []
-    for name, owner in module.named_modules():
-        parts = name.split(".") if name else []
-        if len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
-            yield name, owner
 
 
 # --- Values between modules -----------------------------------------------------------------------

@@ -28,7 +28,7 @@ def vocabulary_parallel_cross_entropy(
 ) -> Tensor:
     """Computes torch.nn.functional.cross_entropy without gathering the logits.
 
-    Sends two numbers per row, and one more with label smoothing: the maxima, then the sums. The gradient of the loss
+    Sends three numbers per row, and one more with label smoothing: the maxima, then the sums. The gradient of the loss
     must be the same on every rank, as when all ranks backpropagate from it. Gradients of the first order. The algorithm
     is that of Shoeybi et al., "Megatron-LM", 2019, section 3.
 
@@ -48,7 +48,7 @@ def vocabulary_parallel_cross_entropy(
 
     Raises:
         ValueError: shapes or options that do not match.
-        IndexError: a target outside of the vocabulary, on the CPU. On GPUs its loss is NaN.
+        IndexError: a target outside of the vocabulary, on the CPU. On GPUs and under torch.compile its loss is NaN.
     """
     who = "vocabulary_parallel_cross_entropy"
     if logits.dim() < 1 or logits.shape[:-1] != targets.shape:
@@ -63,13 +63,14 @@ def vocabulary_parallel_cross_entropy(
         raise ValueError(f"{who}: expected label_smoothing from 0 to 1, got {label_smoothing}. Use a number between.")
     name, size = group(comm)
     counted = targets != ignore_index
-    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
-        vocabulary = logits.size(-1) * size
-        if bool((counted & ((targets < 0) | (targets >= vocabulary))).any()):
-            raise IndexError(f"{who}: expected targets from 0 to {vocabulary - 1} or {ignore_index}, got "
-                             f"{targets.min().item()} to {targets.max().item()}. Check the tokens.")  # fmt: skip
+    vocabulary = logits.size(-1) * size
+    outside = counted & ((targets < 0) | (targets >= vocabulary))
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling() and bool(outside.any()):
+        raise IndexError(f"{who}: expected targets from 0 to {vocabulary - 1} or {ignore_index}, got "
+                         f"{targets.min().item()} to {targets.max().item()}. Check the tokens.")  # fmt: skip
     own = targets - _rank(comm) * logits.size(-1)
     losses: Tensor = _CrossEntropy.apply(logits, own, counted, name, size, label_smoothing)  # type: ignore[no-untyped-call]
+    losses = losses.masked_fill(outside, torch.nan)
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -90,13 +91,13 @@ class _CrossEntropy(torch.autograd.Function):
         x = x - largest.unsqueeze(-1)
         is_own = (own >= 0) & (own < x.size(-1))
         target = x.gather(-1, own.where(is_own, 0).unsqueeze(-1)).squeeze(-1)
-        terms = [x.exp().sum(-1), target.where(is_own, 0), is_own.to(x.dtype)]
+        terms = [x.exp().sum(-1), target.where(is_own, 0)]
         terms += [x.sum(-1)] if smoothing else []
         sums = _ops.all_reduce(torch.stack(terms), "sum", comm, size)
         log_sum = sums[0].log()
-        loss = log_sum - sums[1].where(sums[2] > 0, torch.nan)
+        loss = log_sum - sums[1]
         if smoothing:
-            loss = (1 - smoothing) * loss + smoothing * (log_sum - sums[3] / (x.size(-1) * size))
+            loss = (1 - smoothing) * loss + smoothing * (log_sum - sums[2] / (x.size(-1) * size))
         ctx.save_for_backward(logits, own, counted, is_own, largest, log_sum)
         ctx.size, ctx.smoothing = size, smoothing
         result: Tensor = loss.where(counted, 0)

@@ -96,7 +96,7 @@ def set_layout(module: nn.Module, layout: ParameterLayout) -> None:
             set_part(module, name, parameter)
 
 
-def set_part(module: nn.Module, name: str, part: Tensor) -> None:
+def set_part(module: nn.Module, name: str, part: nn.Parameter) -> None:
     """Makes `part`, this rank's part, a parameter of a module that has a layout. It shares memory with the part."""
     layout = layout_of(module)
     assert layout is not None
@@ -104,8 +104,6 @@ def set_part(module: nn.Module, name: str, part: Tensor) -> None:
         whole = whole_shape(part, layout.comm.get_size(), layout.split.get(name))
         data = as_dtensor(part.detach(), layout.mesh, [layout.placement(name)], whole)
         part = nn.Parameter(data, requires_grad=part.requires_grad)
-    elif not isinstance(part, nn.Parameter):
-        part = nn.Parameter(part, requires_grad=part.requires_grad)
     setattr(module, name, part)
 
 
@@ -161,15 +159,14 @@ def local_parameter(module: nn.Module, name: str) -> Tensor | None:
         return parameter
     part: Tensor = parameter
     if layout.mesh is not None:
+        if isinstance(parameter, DTensor) and parameter.device_mesh != layout.mesh:
+            raise StateError(f"{type(module).__name__}: expected '{name}' as a DTensor of {layout.mesh}, got one of "
+                             f"{parameter.device_mesh}. Call the module that was given to fully_shard.")  # fmt: skip
         placements = (layout.placement(name),)
         if not isinstance(parameter, DTensor) or parameter.placements != placements:
             got = f"one of {parameter.placements}" if isinstance(parameter, DTensor) else "a plain tensor"
-            if not isinstance(parameter, DTensor) or parameter.device_mesh == layout.mesh:
-                raise StateError(f"{type(module).__name__}: expected '{name}' as a DTensor of {placements}, got {got}. "
-                                 "Load whole tensors by load_full_state_dict, without assign=True.")  # fmt: skip
-        if parameter.device_mesh is not layout.mesh and parameter.device_mesh != layout.mesh:
-            raise StateError(f"{type(module).__name__}: expected '{name}' as a DTensor of {layout.mesh}, got one of "
-                             f"{parameter.device_mesh}. Call the module that was given to fully_shard.")  # fmt: skip
+            raise StateError(f"{type(module).__name__}: expected '{name}' as a DTensor of {placements}, got {got}. "
+                             "Load whole tensors by load_full_state_dict, without assign=True.")  # fmt: skip
         part = parameter.to_local()
     if name not in layout.split and part.requires_grad and torch.is_grad_enabled():
         if name not in layout.partial:

@@ -22,7 +22,7 @@ Gradients are complete after backward.
 """
 
 from torch_overlap.nn.layout import comm_of
-from torch_overlap.nn.styles.base import Style
+from torch_overlap.nn.styles.base import Style, matching_modules
 from torch_overlap.nn.styles.embedding import VocabularyParallel
 from torch_overlap.nn.styles.linear import ColumnParallel, RowParallel, SharedGather
 from torch_overlap.nn.styles.plan import Replicated, parallelize
@@ -42,6 +42,7 @@ __all__ = [
     "Style",
     "VocabularyParallel",
     "comm_of",
+    "matching_modules",
     "parallelize",
     "plan_for",
 ]

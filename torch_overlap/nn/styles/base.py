@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torch_overlap._C import TorchComm
-from torch_overlap.nn.layout import layout_of, replace_parameter
+from torch_overlap.nn.layout import comm_of, layout_of, replace_parameter, replicate
 
 _Layer = TypeVar("_Layer", bound=nn.Module)
+
+
+def matching_modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yields modules as parallelize_module finds them: one pattern per part of a name; an empty pattern for the module
+    itself."""
+    wanted = pattern.split(".") if pattern else []
+    for name, owner in module.named_modules():
+        parts = name.split(".") if name else []
+        if len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
+            yield name, owner
 
 
 class Style(ParallelStyle):
@@ -25,8 +38,8 @@ class Style(ParallelStyle):
 
     def _linear(self, module: nn.Module, name: str = "") -> nn.Linear:
         who = type(self).__name__
-        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-        if not isinstance(module, nn.Linear) or not plain or any(True for _ in module.children()):  # parametrizations
+        # Parametrizations, which are children, would be lost.
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or [*module.children()]:
             at = f" at '{name}'" if name else ""
             raise TypeError(f"{who}: expected an nn.Linear{at}, got {type(module).__name__}; change the plan")
         return module
@@ -60,6 +73,13 @@ class Style(ParallelStyle):
                 f"(multiple_of), got {linear.out_features}; use fewer ranks"
             )
         return linear
+
+    def _replicate(self, module: nn.Module, mesh: DeviceMesh, *, is_partial: bool) -> TorchComm:
+        """Makes the parameters that no style has taken whole on every rank. Returns the communicator of the mesh."""
+        comm = comm_of(mesh)
+        self._synchronize(module, comm)
+        replicate(module, comm, mesh, is_partial=is_partial)
+        return comm
 
     def split_dims(self, module: nn.Module, ranks: int) -> dict[str, int]:
         """Returns the parameters of `module` that are split over `ranks` ranks: name -> dimension. Others stay whole.

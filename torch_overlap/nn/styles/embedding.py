@@ -70,10 +70,13 @@ class VocabularyParallel(Style):
             embedding.padding_idx = own_padding  # during forward
             return (own.masked_fill(outside, 0), *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}
 
-        def add(_: nn.Module, args: Any, y: Tensor) -> Tensor:
+        def restore(*_: object) -> None:
             embedding.padding_idx = padding
+
+        def add(_: nn.Module, args: Any, y: Tensor) -> Tensor:
             return ops.all_reduce(y.masked_fill(foreign.pop().unsqueeze(-1), 0), comm, grad="I")
 
         embedding.register_forward_pre_hook(to_own, with_kwargs=True)
+        embedding.register_forward_hook(restore, always_call=True)
         embedding.register_forward_hook(add)
         return module

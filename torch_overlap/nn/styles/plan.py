@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatch
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torch_overlap.nn.layout import comm_of, replicate
-from torch_overlap.nn.styles.base import Style
+from torch_overlap.nn.styles.base import Style, matching_modules
 from torch_overlap.nn.styles.pretrained import gather_when_saved, is_pretrained
 
 
@@ -25,9 +23,7 @@ class Replicated(Style):
         super().__init__()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        comm = comm_of(device_mesh)
-        self._synchronize(module, comm)
-        replicate(module, comm, device_mesh, is_partial=False)
+        self._replicate(module, device_mesh, is_partial=False)
         return module
 
 
@@ -51,10 +47,8 @@ def parallelize(
         TypeError, ValueError: as the styles do; a key matches no module; a parameter that two modules share would be
             split in two ways.
     """
-    paths = [name.split(".") for name, _ in model.named_modules()]
     for key in plan:
-        pattern = key.split(".")
-        if not any(len(path) == len(pattern) and all(map(fnmatch, path, pattern)) for path in paths):
+        if not any(True for _ in matching_modules(model, key)):
             raise ValueError(f"parallelize: expected module names of {type(model).__name__} as the keys of the plan, "
                              f"got '{key}', which matches none. Compare it with those of named_modules().")  # fmt: skip
     parallelize_module(model, mesh, dict(plan), src_data_rank=src_data_rank)

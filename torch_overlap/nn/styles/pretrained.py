@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import defaultdict
-from fnmatch import fnmatch
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch_overlap._C import StateError
 from torch_overlap.nn.cross_entropy import vocabulary_parallel_cross_entropy
 from torch_overlap.nn.layout import comm_of
-from torch_overlap.nn.styles.base import Style
+from torch_overlap.nn.styles.base import Style, matching_modules
 from torch_overlap.nn.styles.embedding import VocabularyParallel
 from torch_overlap.nn.styles.linear import ColumnParallel, RowParallel, SharedGather
 from torch_overlap.nn.styles.sequence import GatherSequence, SequenceParallel, ShardInput
@@ -28,7 +27,8 @@ _PARTIAL = ("replicated_with_grad_allreduce",)
 
 def is_pretrained(model: nn.Module) -> bool:
     """Returns True for a model of transformers."""
-    return hasattr(model, "save_pretrained") and hasattr(model, "config")
+    return any(cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
+               for cls in type(model).__mro__)  # fmt: skip
 
 
 def gather_when_saved(model: Any, ranks: int) -> None:
@@ -139,17 +139,14 @@ class _Planner:
         self._add_ends(head, embedding, ends)
         return self.plan
 
-    def _matching(self, pattern: str) -> list[str]:
-        path = pattern.split(".")
-        return [name for name in self.modules if len(parts := name.split(".")) == len(path)
-                and all(map(fnmatch, parts, path))]  # fmt: skip
-
     def _add_layers(self, ends: dict[str, nn.Module]) -> None:
         columns: dict[tuple[str, bool], list[str]] = defaultdict(list)
         for pattern, word in self.rules.items():
-            if not (names := self._matching(pattern)):
+            names = [name for name, _ in matching_modules(self.model, pattern)]
+            if not names:
                 self.plan.notes.append(f"no module matches '{pattern}' of the tp_plan")
-            if all(name in ends for name in names):
+                continue
+            if set(names) <= set(ends):
                 continue
             parent, _, child = pattern.rpartition(".")
             if word in _COLUMNS:
@@ -169,7 +166,7 @@ class _Planner:
             if parent in self.plan:
                 raise ValueError(f"plan_for: expected projections of one kind in '{parent}', got some with gathered "
                                  "outputs and some without. Write a plan by hand.")  # fmt: skip
-            example = self.modules[self._matching(parent)[0]]
+            _, example = next(matching_modules(self.model, parent))
             self.plan[parent] = SharedGather(
                 *children, argument=_first_argument(example), gather_output=gathers,
                 multiple_of=1 if gathers else int(getattr(example, "head_dim", 1)), **self.options,

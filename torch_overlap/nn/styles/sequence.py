@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_overlap import ops
 from torch_overlap.nn.functional import local_shard
-from torch_overlap.nn.layout import comm_of, replicate
+from torch_overlap.nn.layout import comm_of
 from torch_overlap.nn.styles.base import Style, first_tensor, with_first
 from torch_overlap.nn.styles.padding import end_sequence, start_sequence, trim_rows
 
@@ -25,9 +25,7 @@ class SequenceParallel(Style):
         super().__init__()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        comm = comm_of(device_mesh)
-        self._synchronize(module, comm)
-        replicate(module, comm, device_mesh, is_partial=True)
+        self._replicate(module, device_mesh, is_partial=True)
         return module
 
 
@@ -63,8 +61,8 @@ class GatherSequence(Style):
     """Gathers the result of a module that works on this rank's part of the sequence, such as the last norm.
 
     Use it where sequence parallelism ends: the code after it (a head of the last rows only, for example) sees the whole
-    sequence, without padding. Its parameters are those of `SequenceParallel`. The gradient of the result must be whole
-    on every rank, as from a `ColumnParallel(sequence_parallel=False)`.
+    sequence, without padding. The gradients of the module's parameters are summed, as by `SequenceParallel`. The
+    gradient of the result must be whole on every rank, as from a `ColumnParallel(sequence_parallel=False)`.
 
     Args:
         sequence_dim: the dimension of the result to gather.
@@ -74,9 +72,7 @@ class GatherSequence(Style):
         super().__init__(sequence_dim=sequence_dim)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        comm = comm_of(device_mesh)
-        self._synchronize(module, comm)
-        replicate(module, comm, device_mesh, is_partial=True)
+        comm = self._replicate(module, device_mesh, is_partial=True)
 
         def gather(_: nn.Module, args: Any, y: Tensor) -> Tensor:
             whole = trim_rows(ops.all_gather(y, comm, self.sequence_dim, grad="I"), self.sequence_dim, comm)
