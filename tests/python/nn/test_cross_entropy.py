@@ -31,18 +31,13 @@ def test_values_and_gradients(seed, size, reduction, smoothing, dtype, tolerance
 
     def rank(comm):
         mine = logits.chunk(size, -1)[comm.get_rank()].clone().requires_grad_()
-        for run in (vocabulary_parallel_cross_entropy, compiled):
-            mine.grad = None
-            got = run(mine, targets, comm, **options)
-            (got * factor).sum().backward()
-            assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-            torch.testing.assert_close(got.double().detach(), want.detach(), rtol=tolerance, atol=tolerance)
-            wanted = whole.grad.chunk(size, -1)[comm.get_rank()]
-            torch.testing.assert_close(mine.grad.double(), wanted, rtol=tolerance, atol=tolerance)
+        got = vocabulary_parallel_cross_entropy(mine, targets, comm, **options)
+        (got * factor).sum().backward()
+        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(got.double().detach(), want.detach(), rtol=tolerance, atol=tolerance)
+        wanted = whole.grad.chunk(size, -1)[comm.get_rank()]
+        torch.testing.assert_close(mine.grad.double(), wanted, rtol=tolerance, atol=tolerance)
 
-    compiled = vocabulary_parallel_cross_entropy
-    if size == 1 and reduction == "mean" and dtype == torch.float32:
-        compiled = torch.compile(vocabulary_parallel_cross_entropy, backend="aot_eager")
     run_ranks(rank, size, backend="local")
 
 
@@ -75,11 +70,21 @@ def test_mistakes_are_errors():
     run_ranks(rank, 2, backend="local")
 
 
-def test_a_target_outside_of_the_vocabulary_is_nan_in_compiled_code():
-    def rank(comm):
-        targets = torch.tensor([0, 3, -1, 2])
-        run = torch.compile(vocabulary_parallel_cross_entropy, backend="eager")
-        losses = run(torch.zeros(4, 3), targets, comm, reduction="none")
-        assert losses.isnan().tolist() == [False, True, True, False]
+def compiled(comm, seed):
+    """A target outside of the vocabulary is NaN in compiled code."""
+    torch.manual_seed(seed)  # the same on both ranks
+    whole = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 6, -1, 5])
+    mine = whole.detach().chunk(2, -1)[comm.get_rank()].clone().requires_grad_()
+    run = torch.compile(vocabulary_parallel_cross_entropy, backend="aot_eager", fullgraph=True)
+    losses = run(mine, targets, comm, reduction="none")
+    assert losses.isnan().tolist() == [False, True, True, False]
+    losses[[0, 3]].sum().backward()
+    want = F.cross_entropy(whole[[0, 3]], targets[[0, 3]], reduction="none")
+    want.sum().backward()
+    torch.testing.assert_close(losses.detach()[[0, 3]], want.detach())
+    torch.testing.assert_close(mine.grad, whole.grad.chunk(2, -1)[comm.get_rank()])
 
-    run_ranks(rank, 1, backend="local")
+
+def test_compiled(seed):
+    run_ranks(compiled, 2, seed)
