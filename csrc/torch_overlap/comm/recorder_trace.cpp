@@ -114,12 +114,12 @@ class TraceWriter {
   }
 
   // Returns a name that is unique in the trace: names may be reused after their communicator is
-  // destroyed.
+  // destroyed. The newest keeps its name and earlier ones are counted back from it, so that ranks
+  // agree on it even if only some of them still hold an earlier one.
   std::string uid(const CommRecord& comm) const {
     int same = 1;
-    for (const auto& other : comms_) {
-      if (other.get() == &comm) break;
-      if (other->name == comm.name && other->thread_rank == comm.thread_rank) ++same;
+    for (auto other = comms_.rbegin(); other != comms_.rend() && other->get() != &comm; ++other) {
+      if ((*other)->name == comm.name && (*other)->thread_rank == comm.thread_rank) ++same;
     }
     return same == 1 ? comm.name : concat(comm.name, "#", same);
   }

@@ -177,6 +177,20 @@ def test_a_rank_that_does_not_call_is_named(form: str, folder: Path) -> None:
     assert late.collective_seq_id == 2
 
 
+def lonely_after_another(rank: int, size: int, store: object, folder: str) -> None:
+    if rank != 3:
+        return lonely(rank, size, store, folder, "none")
+    with to.new_comm("fake", torch.device("cpu"), name="tp", rank=rank, size=size) as earlier:
+        pass
+    lonely(rank, size, store, folder, "none")
+    assert earlier.is_finalized()
+
+
+def test_a_rank_that_holds_an_earlier_communicator_of_the_name_matches(folder: Path) -> None:
+    run_ranks(lonely_after_another, 4, str(folder), comm=False)
+    assert all(c.pass_check and not c.missing_ranks for c in analyze(folder).collectives)
+
+
 def test_a_rank_without_a_dump_is_not_held_against_the_others(folder: Path) -> None:
     run_ranks(lonely, 4, str(folder), "none", comm=False)
     (folder / f"{PREFIX}3").unlink()

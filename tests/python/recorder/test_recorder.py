@@ -108,9 +108,9 @@ def test_a_communicator_is_described_once_and_names_may_be_used_again(comm: to.T
     with to.new_comm("fake", torch.device("cpu"), name="again", rank=0, size=3) as second:
         second.barrier(False)
         trace = json.loads(flight_recorder.dump_json())
-    assert trace["pg_config"]["again"]["ranks"] == "[0, 1]"
-    assert trace["pg_config"]["again#2"]["ranks"] == "[0, 1, 2]"
-    assert [e["process_group"][0] for e in trace["entries"]] == ["again", "again#2"]
+    assert trace["pg_config"]["again#2"]["ranks"] == "[0, 1]"
+    assert trace["pg_config"]["again"]["ranks"] == "[0, 1, 2]"
+    assert [e["process_group"][0] for e in trace["entries"]] == ["again#2", "again"]
 
 
 def test_calls_that_are_refused_are_not_in_it(comm: to.TorchComm) -> None:
