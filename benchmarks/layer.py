@@ -5,10 +5,11 @@
 A ParallelTransformerBlock with sequence parallelism in bf16, with its gradients of norms summed at the end. ours: by
 algorithms of the operators; nccl: sequential, with no kernel of ours in the collectives; torch fused: the same as nccl
 with the products of torch's async tensor parallelism, "joined" with one weight for all products of a gather
-(torch_overlap/tools/bench/async_tp.py). All of them take turns in a round, in CUDA graphs; a sample is that of the
-slowest rank. "predicted": the planner's, with the cost model of H200s. The result and gradients of every variant are
-compared with those of nccl before anything is timed; failures of other libraries are listed with the reason. Without a
-GPU it only checks, on gloo with --tiny, that it runs.
+(torch_overlap/tools/bench/async_tp.py); no communication: the latter with nothing sent. All of them take turns in a
+round, in CUDA graphs; a sample is that of the slowest rank. Rows carry the layer's floor, measured in the same rounds,
+and where the time of a replay goes (torch_overlap/tools/bench/layer_floor.py). "predicted": the planner's, with the
+cost model of H200s. The result and gradients of every variant are compared with those of nccl before anything is timed;
+failures of other libraries are listed with the reason. Without a GPU it only checks, on gloo with --tiny, that it runs.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from torch_overlap._timing import Samples, in_graph, interleave, ratio_of, slowe
 from torch_overlap.mesh import Mesh
 from torch_overlap.mesh.models import PRESETS, Transformer
 from torch_overlap.mesh.transformer import predict_layer
-from torch_overlap.tools.bench import result
+from torch_overlap.tools.bench import layer_floor, result
 from torch_overlap.tools.bench.async_tp import Products, use_async_tp
 from torch_overlap.tools.bench.ranks import ENVIRONMENT, Ranks
 
 LEAD_CYCLES = 1_000_000
 ALGORITHMS = "auto,p2p,sequential"
+NO_COMMUNICATION = "no communication"
 TORCH_FUSED = {"torch fused": False, "torch fused joined": True}  # name -> True if the weights of one gather are joined
 
 
@@ -106,6 +108,12 @@ class LayerVariants:
                 self.layers[name] = layer
 
             self.try_on_all_ranks(name, add)
+        alone = make(nccl, "sequential")
+        use_async_tp(alone.block, layer_floor.without_communication(ranks.size), joined=True)
+        alone.results()
+        self.layers[NO_COMMUNICATION] = alone
+        self.parts = layer_floor.parts_of(model, ranks.size, args.batch, ranks.device, dtype)
+        self.by_category: dict[str, dict[str, float]] = {}
 
     def try_on_all_ranks(self, name: str, action: Callable[[], object]) -> None:
         if reason := self.ranks.try_on_all_ranks(action):
@@ -124,7 +132,12 @@ class LayerVariants:
                 self.try_on_all_ranks(name, capture)
             else:
                 capture()
-        return {name: calls[name] for name in self.layers}
+        for name, part in self.parts.calls().items():
+            part()
+            calls[name] = in_graph(part) if self.is_cuda else part
+        if self.is_cuda:
+            self.by_category = {name: layer_floor.profile(calls[name]) for name in self.layers}
+        return {name: calls[name] for name in (*self.layers, *self.parts.calls())}
 
 
 def measure(ways: LayerVariants, rounds: int) -> Samples:
@@ -142,11 +155,19 @@ def rows_of(model: Transformer, ways: LayerVariants, samples: Samples, batch: in
         "mode": "graph" if ways.is_cuda else "eager",
         "peers": {peer: spread_of(samples[peer]).median for peer in peers},
     }  # fmt: skip
+    parts = {name: spread_of(samples[name]).median for name in ways.parts.calls()}
+    floor = ways.parts.floor_us(*parts.values())
+    common["floor"] = {
+        "us": floor, "products_us": parts["products"], "attention_us": parts["attention"],
+        "elementwise_us": ways.parts.elementwise_us(parts["copy"]),
+    }  # fmt: skip
     rows = []
-    for name in (name for name in samples if name not in peers):
+    for name in (name for name in samples if name not in (*peers, *parts)):
         us, iqr = spread_of(samples[name])
-        over = {f"over_{peer}": ratio_of(samples, name, peer).median for peer in peers}
-        rows.append(common | {"algorithm": name, "us": us, "iqr_us": iqr, **over})
+        over = {f"over_{peer}": ratio_of(samples, name, peer).median for peer in (*peers, NO_COMMUNICATION)}
+        by_category = ways.by_category.get(name, {})
+        rows.append(common | {"algorithm": name, "us": us, "iqr_us": iqr, "ratio_floor": us / floor, **over,
+                              "us_by_category": by_category})  # fmt: skip
     return rows
 
 
@@ -156,9 +177,13 @@ def report(model: Transformer, batch: int, rows: list[dict[str, Any]], missing: 
     for row in rows:
         mesh, overlap = Mesh({"tp": row["tp"]}), row["algorithm"] != "sequential"
         predicted = 1e6 * predict_layer(model, mesh, batch=batch, overlap=overlap)
-        over = "".join(f"  {row['over_' + peer]:.3f} x {peer}" for peer in row["peers"])
+        over = "".join(f"  {row['over_' + peer]:.3f} x {peer}" for peer in (*row["peers"], NO_COMMUNICATION))
         lines.append(f"{row['name']:12s} {row['algorithm']:20s}{row['us']:10.1f} us +- {row['iqr_us']:.1f}{over}"
-                     f"  predicted {predicted:.1f}")  # fmt: skip
+                     f"  {row['ratio_floor']:.3f} x floor  predicted {predicted:.1f}")  # fmt: skip
+        lines += [f"    {category:20s}{us:10.1f} us" for category, us in row["us_by_category"].items()]
+    floor = rows[0]["floor"]
+    lines.append(f"{rows[0]['name']:12s} {'floor':20s}{floor['us']:10.1f} us: products {floor['products_us']:.1f}, "
+                 f"attention {floor['attention_us']:.1f}, element-wise {floor['elementwise_us']:.1f}")  # fmt: skip
     lines += [f"{rows[0]['name']:12s} {peer:20s}{us:10.1f} us" for peer, us in rows[0]["peers"].items()]
     return "\n".join(lines + [f"  not run: {name}: {why}" for name, why in missing.items()])
 

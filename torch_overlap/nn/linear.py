@@ -3,112 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_overlap import _C, ops
+from torch_overlap import ops
 from torch_overlap._C import TorchComm
-from torch_overlap.nn import _algorithm_checks
-from torch_overlap.nn._float8 import ALGORITHMS, column_parallel_linear, row_parallel_linear
+from torch_overlap.nn._float8 import column_parallel_linear, row_parallel_linear
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
-from torch_overlap.nn.float8 import Float8Recipe, Float8State
+from torch_overlap.nn._joined import join, joined, rejoin
+from torch_overlap.nn._parallel_linear import ParallelLinear, part_of, per_rank
+from torch_overlap.nn.float8 import Float8Recipe
 from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
-from torch_overlap.nn.layout import ParameterLayout, local_parameter, ranks_of, set_layout, set_part
+from torch_overlap.nn.layout import ParameterLayout, local_parameter, set_layout, set_part
 
 _Column = TypeVar("_Column", bound="ColumnParallelLinear")
 
 
-def per_rank(who: str, what: str, value: int, comm: TorchComm, advice: str = "Pad it") -> int:
-    """Returns `value` / the number of ranks. Raises ValueError with `advice` if it does not divide."""
-    size = comm.get_size()
-    if value % size != 0:
-        raise ValueError(f"{who}: expected {what} divisible by the group size {size}, got {value}. {advice}, or use "
-                         "another number of ranks.")  # fmt: skip
-    return value // size
-
-
-class LayerOptions(TypedDict, total=False):
-    """Options of both layers, which composite modules pass on; see ColumnParallelLinear."""
-
-    bias: bool
-    sequence_parallel: bool
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-    algorithm: str
-    require_fused: bool
-    fp8: Float8Recipe | None
-
-
-class _ParallelLinear(nn.Module):
-    """The common part: a communicator, the choice of the algorithm, and initial weights that are equal for any group
-    size."""
-
-    float8: Float8State | None
-
-    def __init__(self, comm: TorchComm | DeviceMesh, *, sequence_parallel: bool, algorithm: str, require_fused: bool,
-                 init: Init | None, fp8: Float8Recipe | None) -> None:  # fmt: skip
-        super().__init__()
-        name: str = self._get_name()  # type: ignore[no-untyped-call]
-        self.comm, self.mesh = ranks_of(name, comm)
-        if fp8 is not None and not isinstance(fp8, Float8Recipe):
-            raise TypeError(f"{name}: expected fp8 as a Float8Recipe, got {fp8!r} ({type(fp8).__name__}); write "
-                            'Float8Recipe("delayed"), for example')  # fmt: skip
-        _algorithm_checks.expect_algorithm(name, algorithm, ("auto", *_C._algorithms()) if fp8 is None else ALGORITHMS)
-        self.sequence_parallel = sequence_parallel
-        self.algorithm, self.require_fused = algorithm, require_fused
-        self.init, self.fp8 = init, fp8
-
-    def _make_float8(self, weights: Sequence[Tensor]) -> None:
-        """Makes the state of `fp8` for the weights [out, in] of this rank."""
-        self.float8 = None if self.fp8 is None else Float8State(self.fp8, self.comm, weights[0].device)
-        if self.fp8 is None:
-            return
-        for out_features, in_features in (w.shape for w in weights):
-            for what, value in (("in_features", in_features), ("out_features", out_features)):
-                if value % self.fp8.alignment != 0:
-                    name: str = self._get_name()  # type: ignore[no-untyped-call]
-                    raise ValueError(f"{name}: expected {what} of a rank divisible by {self.fp8.alignment} with "
-                                     f"{self.fp8.scaling if self.fp8.block else 'fp8'}, got {value}; pad it, or "
-                                     "use fp8=None")  # fmt: skip
-
-    def _expect_features(self, x: Tensor, weights: Sequence[Tensor]) -> None:
-        """Raises ValueError, naming the layer, if x has no rows or a weight is not [out, in] with its features."""
-        name: str = self._get_name()  # type: ignore[no-untyped-call]
-        if x.dim() < 2:
-            raise ValueError(f"{name}: expected x of two or more dimensions, got shape {list(x.shape)}. "
-                             "Use x.unsqueeze(0).")  # fmt: skip
-        for i, weight in enumerate(weights):
-            if weight.dim() != 2 or weight.size(1) != x.size(-1):
-                which = "weight" if len(weights) == 1 else f"weights[{i}]"
-                raise ValueError(f"{name}: expected x [..., in_features] and {which} [out_features, in_features] of "
-                                 f"this rank, got shapes {list(x.shape)} and {list(weight.shape)}. Check the layer "
-                                 "before, or pass weight.t() if it is [in_features, out_features].")  # fmt: skip
-
-    def _reset_float8(self) -> None:
-        if self.float8 is not None:
-            self.float8.reset()
-
-    def _require_fused(self, op: str, x: Tensor, features: int) -> None:
-        if self.require_fused:
-            name: str = self._get_name()  # type: ignore[no-untyped-call]
-            _algorithm_checks.require_fused(name, op, x, features, self.comm, self.algorithm)
-
-    def _require_fused_float8(self, op: str, x: Tensor, features: int) -> None:
-        if self.require_fused:
-            name: str = self._get_name()  # type: ignore[no-untyped-call]
-            op = op if self.sequence_parallel else "scaled_matmul_all_reduce"
-            _algorithm_checks.require_fused_float8(name, op, x, features, self.comm, self.algorithm)
-
-    def _describe(self, **values: object) -> str:
-        common = {"ranks": self.comm.get_size(), "sequence_parallel": self.sequence_parallel,
-                  "algorithm": self.algorithm}  # fmt: skip
-        return ", ".join(f"{name}={value}" for name, value in {**values, **common}.items())
-
-
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """Computes linear(x, w, b) with the rows of w, the output features, split over the ranks. Several layers may share
     x.
 
@@ -120,7 +34,8 @@ class ColumnParallelLinear(_ParallelLinear):
     Without it nothing is sent forward, and the gradient of x is summed by matmul_all_reduce.
 
     Parameters: `weight` [out_features/n, in_features] and `bias` [out_features/n], with the dtype of x (or under
-    autocast); `weight0`, `bias0`, `weight1`, ... if out_features is a list. They are initialized like nn.Linear, as
+    autocast); `weight0`, `bias0`, `weight1`, ... if out_features is a list, which share memory and are multiplied as
+    one. They are initialized like nn.Linear, as
     parts of one full weight: give all ranks the same seed. Their gradients are complete.
 
     Args:
@@ -183,11 +98,12 @@ class ColumnParallelLinear(_ParallelLinear):
             raise ValueError("ColumnParallelLinear: expected one or more out_features, got none. Pass a number, or a "
                              "list of them.")  # fmt: skip
         device = self.comm.get_device() if device is None else device
-        for (weight, bias_name), size in zip(self._names, sizes, strict=True):
-            part = per_rank("ColumnParallelLinear", "out_features", size, self.comm)
-            empty = torch.empty(part, in_features, device=device, dtype=dtype)
-            self.register_parameter(weight, nn.Parameter(empty))
-            self.register_parameter(bias_name, nn.Parameter(empty.new_empty(part)) if bias else None)
+        parts = [per_rank("ColumnParallelLinear", "out_features", size, self.comm) for size in sizes]
+        empty = torch.empty(sum(parts), in_features, device=device, dtype=dtype)
+        empty_biases = empty.new_empty(sum(parts)).split(parts)
+        for names, part, empty_bias in zip(self._names, empty.split(parts), empty_biases, strict=True):
+            self.register_parameter(names[0], nn.Parameter(part))
+            self.register_parameter(names[1], nn.Parameter(empty_bias) if bias else None)
         self._make_float8(self.weights)
         split = {name: 0 for names in self._names for name in names}
         set_layout(self, ParameterLayout(self.comm, split, mesh=self.mesh))
@@ -203,6 +119,21 @@ class ColumnParallelLinear(_ParallelLinear):
             fill_shard(weight, self.init or start, 0, rank, size)
             if bias is not None:
                 fill_shard(bias, start, 0, rank, size)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._rejoin()
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._rejoin()
+
+    def _rejoin(self) -> None:
+        for names in zip(*self._names, strict=True):
+            parameters = [getattr(self, name) for name in names]
+            if None not in parameters:
+                rejoin(parameters)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -221,7 +152,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def _products(self, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         self._expect_features(x, weights)
-        features = sum(w.size(0) for w in weights)
+        sizes = [w.size(0) for w in weights]
+        features = sum(sizes)
         # The operator saves the gathered rows for the backward pass if it returns them.
         keep = self.keep_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in weights)
         if self.float8 is not None:
@@ -230,7 +162,12 @@ class ColumnParallelLinear(_ParallelLinear):
             outputs = column_parallel_linear(
                 x, weights, biases, self.float8, dim, self.algorithm, keep and dim is not None
             )
-        elif self.sequence_parallel:
+            return self._gathered(outputs)
+        weight, bias = joined(weights), joined(biases)
+        is_joined = len(sizes) > 1 and weight is not None and (bias is None) == all(b is None for b in biases)
+        if weight is not None and is_joined:
+            weights, biases = [weight], [bias]
+        if self.sequence_parallel:
             self._require_fused("all_gather_matmul", x, features)
             outputs, _ = ops.all_gather_matmul(
                 x, weights, self.comm, biases, gather_dim=self.gather_dim, return_gathered=keep,
@@ -239,9 +176,23 @@ class ColumnParallelLinear(_ParallelLinear):
         else:
             self._require_fused("matmul_all_reduce", x, features)  # the gradient's operator
             outputs = copy_matmul(x, weights, biases, self.comm, self.algorithm)
-        if self.gather_output:
-            outputs = [ops.all_gather(y, self.comm, -1, grad="I") for y in outputs]
-        return outputs
+        if is_joined:  # results that may be changed in place, which those of split() may not
+            outputs = list(torch.unsafe_split_with_sizes(outputs[0], sizes, -1))
+        return self._gathered(outputs)
+
+    def _gathered(self, outputs: list[Tensor]) -> list[Tensor]:
+        if not self.gather_output:
+            return outputs
+        return [ops.all_gather(y, self.comm, -1, grad="I") for y in outputs]
+
+    def regathered(self, x: Tensor) -> Tensor | None:
+        """Returns x for RowParallelLinear's `regather` if the backward pass gathers it again; else None."""
+        gathers = (self.sequence_parallel and not self.keep_gathered and self.float8 is None
+                   and self.algorithm != "sequential" and self.comm.get_size() > 1)  # fmt: skip
+        if not gathers or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+            return None
+        trains = torch.is_grad_enabled() and any(getattr(self, weight).requires_grad for weight, _ in self._names)
+        return x.detach() if trains else None
 
     def extra_repr(self) -> str:
         """Returns the layer's text for repr()."""
@@ -277,12 +228,14 @@ class ColumnParallelLinear(_ParallelLinear):
         for names, other in zip(layer._names, linears, strict=True):
             for name, full in zip(names, (other.weight, other.bias), strict=True):
                 if full is not None:
-                    set_part(layer, name, _part(full, 0, layer.comm))
+                    set_part(layer, name, part_of(full, 0, layer.comm))
+        for same in zip(*layer._names, strict=True):
+            join([(layer, name) for name in same])
         layer._make_float8(layer.weights)
         return layer.train(first.training)
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """Computes the sum of all ranks' linear(x, w), plus b, with the columns of w, the input features, split over the
     ranks.
 
@@ -354,8 +307,13 @@ class RowParallelLinear(_ParallelLinear):
     def _local(self) -> tuple[Tensor, Tensor | None]:
         return local_parameter(self, "weight"), local_parameter(self, "bias")  # type: ignore[return-value]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the output, valid on the current stream."""
+    def forward(self, x: Tensor, regather: Tensor | None = None) -> Tensor:
+        """Returns the output, valid on the current stream.
+
+        Args:
+            x: the input.
+            regather: as for ops.matmul_reduce_scatter, with sequence_parallel.
+        """
         if not self.input_is_parallel:
             x = local_shard(x, -1, self.comm)
         weight, bias = self._local()
@@ -367,7 +325,7 @@ class RowParallelLinear(_ParallelLinear):
         if self.sequence_parallel:
             self._require_fused("matmul_reduce_scatter", x, self.out_features)
             return ops.matmul_reduce_scatter(
-                x, weight, self.comm, bias, scatter_dim=self.scatter_dim, algorithm=self.algorithm
+                x, weight, self.comm, bias, scatter_dim=self.scatter_dim, algorithm=self.algorithm, regather=regather
             )
         self._require_fused("matmul_all_reduce", x, self.out_features)
         return sum_matmul(x, weight, bias, self.comm, self.algorithm)
@@ -385,16 +343,8 @@ class RowParallelLinear(_ParallelLinear):
             raise TypeError(f"RowParallelLinear.from_linear: expected an nn.Linear, got {linear}")
         layer = cls(linear.in_features, linear.out_features, comm, bias=linear.bias is not None, device="meta",
                     dtype=linear.weight.dtype, **options)  # fmt: skip
-        set_part(layer, "weight", _part(linear.weight, 1, layer.comm))
+        set_part(layer, "weight", part_of(linear.weight, 1, layer.comm))
         if linear.bias is not None:
-            set_part(layer, "bias", _part(linear.bias, None, layer.comm))
+            set_part(layer, "bias", part_of(linear.bias, None, layer.comm))
         layer._make_float8(layer._local()[:1])
         return layer.train(linear.training)
-
-
-def _part(full: Tensor, dim: int | None, comm: TorchComm) -> nn.Parameter:
-    """Returns this rank's part of a full parameter along `dim`, or a copy of it for None."""
-    part = full.detach()
-    if dim is not None:
-        part = part.chunk(comm.get_size(), dim)[comm.get_rank()]
-    return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=full.requires_grad)

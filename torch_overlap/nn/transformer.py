@@ -13,8 +13,9 @@ from typing_extensions import Unpack
 
 from torch_overlap._C import TorchComm
 from torch_overlap.nn._initialize import Init
+from torch_overlap.nn._parallel_linear import LayerOptions, per_rank
 from torch_overlap.nn.layout import mark_replicated, ranks_of
-from torch_overlap.nn.linear import ColumnParallelLinear, LayerOptions, RowParallelLinear, per_rank
+from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -71,7 +72,7 @@ class ParallelMLP(nn.Module):
         """Returns the output, valid on the current stream."""
         first, *rest = self.up(x)
         h = self.activation(first)
-        return self.down(h * rest[0] if self.is_gated else h)  # type: ignore[no-any-return]
+        return self.down(h * rest[0] if self.is_gated else h, self.up.regathered(x))  # type: ignore[no-any-return]
 
 
 class ParallelSelfAttention(nn.Module):
@@ -143,7 +144,7 @@ class ParallelSelfAttention(nn.Module):
         q, k, v = (t.permute(order) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.shares_kv)
         back = (2, 0, 1, 3) if self.sequence_dim == 0 else (0, 2, 1, 3)
-        return self.out(y.permute(back).flatten(2))  # type: ignore[no-any-return]
+        return self.out(y.permute(back).flatten(2), self.qkv.regathered(x))  # type: ignore[no-any-return]
 
 
 class ParallelTransformerBlock(nn.Module):

@@ -20,6 +20,7 @@ _COMMUNICATING = (
     "all_gather_matmul",
     "_all_gather_matmul_backward",
     "matmul_reduce_scatter",
+    "_matmul_reduce_scatter_backward",
     "matmul_all_reduce",
     "_matmul_all_reduce_backward",
     "all_reduce_rms_norm",

@@ -78,6 +78,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0,
     op: ReduceOp | str = "sum",
     algorithm: str = "auto",
+    regather: Tensor | None = None,
 ) -> Tensor:
     """Computes reduce_scatter(x weight^T, scatter_dim) + bias: this rank's rows of the sum of all ranks' products.
 
@@ -90,8 +91,11 @@ def matmul_reduce_scatter(
         scatter_dim: the dimension of rows to scatter along, divisible by the number of ranks. 0 needs no copies.
         op: "sum" or "avg".
         algorithm: one of those above.
+        regather: the x of the all_gather_matmul whose backward pass comes next, on all ranks or on none, with the same
+            communicator and dimension. The backward pass starts its gather beside the gradient of the weight, so that
+            the next one finds it done: it then holds all ranks' rows of that x from here to there.
     """
-    return _ops.matmul_reduce_scatter(x, weight, bias, *group(comm), scatter_dim, reduction(op)[0], algorithm)
+    return _ops.matmul_reduce_scatter(x, weight, bias, *group(comm), scatter_dim, reduction(op)[0], algorithm, regather)
 
 
 def matmul_all_reduce(

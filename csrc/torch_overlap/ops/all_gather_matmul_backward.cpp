@@ -8,6 +8,7 @@
 
 #include "torch_overlap/ops/operator.h"
 #include "torch_overlap/ops/overlapped.h"
+#include "torch_overlap/ops/regather.h"
 #include "torch_overlap/ops/rows.h"
 
 namespace torch_overlap::ops {
@@ -20,8 +21,9 @@ constexpr std::string_view kAllGatherMatmulBackward = AllGatherMatmul::kName;
 //   x:          reduce_scatter(sum_i g_i w_i  [+ the gradient of the gathered x])
 //   weights[i]: g_i^T G          biases[i]: g_i summed over rows
 //
-// p2p and pipelined: G is gathered (unless it was saved) while the first products are computed, and
-// each partial product travels while the next one is computed. bulk: the gather overlaps the whole
+// p2p and pipelined: G is gathered (unless it was saved, or its gather was started before) while
+// the first products are computed, each partial product travels while the next one is computed, and
+// the last ones while the products for the weights are. bulk: the gather overlaps the whole
 // product, and the reduction of that product overlaps the products for the weights.
 
 AllGatherMatmulBackward::Result allocate(const AllGatherMatmulBackward& call) {
@@ -75,13 +77,12 @@ TermsOfX terms_of_x(const AllGatherMatmulBackward& call, const Tensor& own,
 // Does not depend on which results this rank's loss uses: ranks may differ in that, and must choose
 // the same algorithm. A rank that uses no product has the same k as for an identity alone.
 OverlapProblem problem_of_backward(const AllGatherMatmulBackward& call, const TorchComm& comm,
-                                   const Tensor& own) {
+                                   const Tensor& own, bool gathers) {
   const int64_t rows = own.size(0);
   const auto dtype = call.x.scalar_type();
   int64_t features = 0;
   for (const auto& weight : call.weights) features += weight.size(0);
   if (call.weights.empty()) features = own.size(1);
-  const bool gathers = !call.wanted.empty() && !call.gathered;
   return {.op = kAllGatherMatmulBackward,
           .dtype = dtype,
           .chunk_rows = rows,
@@ -101,17 +102,24 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
   const int64_t dim = call.gather_dim;
   const auto comm = find_comm(kAllGatherMatmulBackward, call.comm, call.group_size);
   const auto own = to_rows(call.x, dim);
+  // The rows of all ranks, valid after the gather has finished.
+  Tensor inputs;
+  if (call.gathered) {
+    inputs = to_rows(*call.gathered, dim);
+  } else if (const auto early = take_regathered(comm, call.x, dim)) {
+    inputs = *early;
+  }
+  const bool gathers = !call.wanted.empty() && !inputs.defined();
   std::vector<Tensor> grad_rows;
   for (const auto& grad : call.grads) grad_rows.push_back(to_rows(grad, dim));
   // No kernel of few rows serves the gradient.
   const auto asked = call.algorithm == "low_latency" ? "sequential" : call.algorithm;
-  const auto algorithm = choose_algorithm(problem_of_backward(call, *comm, own), asked, comm)
-                             .value_or(Algorithm::sequential);
+  const auto algorithm =
+      choose_algorithm(problem_of_backward(call, *comm, own, gathers), asked, comm)
+          .value_or(Algorithm::sequential);
 
-  // The rows of all ranks, valid after finish_gather().
-  Tensor inputs = call.gathered ? to_rows(*call.gathered, dim) : Tensor();
   std::optional<ChannelGather> gather;
-  if (!call.wanted.empty() && !call.gathered) {
+  if (gathers) {
     if (algorithm == Algorithm::sequential) {
       inputs = at::empty({call.group_size * own.size(0), own.size(1)}, own.options());
       comm->all_gather_single(inputs, own, /*async_op=*/false);
@@ -120,22 +128,21 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
       inputs = gather->rows();
     }
   }
-  const auto finish_gather = [&] {
-    if (gather) gather->finish();
-  };
-  std::vector<GemmArgs> weight_products;
+  std::vector<GemmArgs> weight_gemms;
+  std::vector<Product> weight_products;  // checked before anything more is sent
   for (size_t i = 0; i < call.wanted.size(); ++i) {
     GemmArgs args;
     args.lhs = operand(grad_rows[call.wanted[i]].t());
     args.rhs = {.data = inputs};
     args.out = weight_grads[i];
-    weight_products.push_back(std::move(args));
+    weight_products.emplace_back(kAllGatherMatmulBackward, args);
+    weight_gemms.push_back(std::move(args));
   }
   const auto multiply_weights = [&] {
-    for (const auto& args : weight_products) Product(kAllGatherMatmulBackward, args).run();
+    if (gather) gather->finish();
+    for (const Product& product : weight_products) product.run();
   };
   if (!call.x_wanted) {
-    finish_gather();
     multiply_weights();
     return out;
   }
@@ -149,11 +156,15 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
                       .out = x_rows,
                       .ranks_share_k = false};  // the number of output features may differ by rank
   if (algorithm == Algorithm::bulk) {
-    run_bulk(sum, finish_gather, weight_products);
+    run_bulk(
+        sum,
+        [&] {
+          if (gather) gather->finish();
+        },
+        weight_gemms);
   } else {
+    sum.meanwhile = multiply_weights;
     run(std::move(sum), algorithm);
-    finish_gather();
-    multiply_weights();
   }
   copy_rows_back(x_rows, x_grad, dim);
   return out;

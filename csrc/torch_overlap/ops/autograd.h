@@ -228,6 +228,10 @@ class Backward {
   static void take(Tensor& field, variable_list& saved, size_t& next) {
     field = std::move(saved.at(next++));
   }
+  // restore() has told whether an optional tensor exists.
+  void take(std::optional<Tensor>& field, variable_list& saved, size_t& next) {
+    if (has(field)) field = std::move(saved.at(next++));
+  }
   static void take(std::vector<Tensor>& fields, variable_list& saved, size_t& next) {
     for (Tensor& field : fields) take(field, saved, next);
   }

@@ -1,7 +1,9 @@
 #include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include "torch_overlap/ops/autograd.h"
 #include "torch_overlap/ops/overlapped.h"
+#include "torch_overlap/ops/regather.h"
 #include "torch_overlap/ops/rows.h"
 
 namespace torch_overlap::ops {
@@ -14,6 +16,10 @@ constexpr std::string_view kMatmulReduceScatter = MatmulReduceScatter::kName;
 Tensor allocate(const MatmulReduceScatter& call, int64_t dim) {
   check_divisible(kMatmulReduceScatter, call.x, dim, call.group_size);
   check_weight(kMatmulReduceScatter, call.x, call.weight);
+  TORCH_OVERLAP_CHECK(!call.regather || call.regather->dim() == call.x.dim(), kValue,
+                      kMatmulReduceScatter, ": expected regather with ", call.x.dim(),
+                      " dimensions, as x has, got shape ", call.regather->sym_sizes(),
+                      ". Pass the x of the all_gather_matmul before.");
   if (call.bias) check_bias(kMatmulReduceScatter, call.x, *call.bias, call.weight);
   auto sizes = call.x.sym_sizes().vec();
   sizes[dim] = sizes[dim] / call.group_size;
@@ -45,21 +51,106 @@ Tensor matmul_reduce_scatter_kernel(const MatmulReduceScatter& call) {
   return out;
 }
 
+// The gradient of x, and of the weight if `weight_wanted` (else empty, of shape [0]): with
+// G = all_gather(grad) they are G weight, which is all_gather_matmul(grad, weight^T), and G^T x.
+// The second product reads G where it was gathered, and runs beside the gather of `regather`.
+struct MatmulReduceScatterBackward {
+  using Result = std::tuple<Tensor, Tensor>;
+  static constexpr const char* kName = "_matmul_reduce_scatter_backward";
+  Tensor grad;
+  Tensor x;
+  Tensor weight;
+  bool weight_wanted;
+  std::string_view comm;
+  int64_t group_size;
+  int64_t scatter_dim;
+  std::string_view algorithm;
+  std::optional<Tensor> regather;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.grad, self.x, self.weight, self.weight_wanted, self.comm, self.group_size,
+                    self.scatter_dim, self.algorithm, self.regather);
+  }
+};
+
+MatmulReduceScatterBackward::Result matmul_reduce_scatter_backward_kernel(
+    const MatmulReduceScatterBackward& call) {
+  const int64_t dim = call.scatter_dim;
+  auto sizes = call.grad.sym_sizes().vec();
+  sizes[dim] *= call.group_size;
+  sizes.back() = call.weight.sym_size(1);
+  MatmulReduceScatterBackward::Result out{
+      at::empty_symint(sizes, call.grad.options()),
+      call.weight_wanted ? at::empty_symint(call.weight.sym_sizes(), call.grad.options())
+                         : at::empty({0}, call.grad.options())};
+  if (is_shape_only(call.grad)) return out;
+  auto& [x_grad, weight_grad] = out;
+  GemmArgs args;
+  args.rhs = operand(call.weight);
+  args.out = writable_rows(x_grad, dim);
+  // Chosen, measured and reported as the operator that it is without the weight's gradient.
+  GatherProducts problem{.op = AllGatherMatmul::kName,
+                         .comm = find_comm(AllGatherMatmul::kName, call.comm, call.group_size),
+                         .own = to_rows(call.grad, dim),
+                         .scales = {},
+                         .gathered = {},
+                         .gathered_scales = {},
+                         .gemms = {std::move(args)}};
+  const auto algorithm = choose_forward(problem_of(problem), call.algorithm, problem.comm);
+  if (!algorithm) return out;
+  if (call.weight_wanted || call.regather) {
+    problem.use_rows = [&](const Tensor& gathered) {
+      if (call.regather) start_regather(problem.comm, *call.regather, dim);
+      if (!call.weight_wanted) return;
+      GemmArgs product;
+      product.lhs = operand(gathered.t());
+      product.rhs = {.data = to_rows(call.x, dim)};
+      product.out = weight_grad;
+      Product(kMatmulReduceScatter, std::move(product)).run();
+    };
+  }
+  run(problem, *algorithm);
+  copy_rows_back(problem.gemms[0].out, x_grad, dim);
+  return out;
+}
+
 }  // namespace
 
 // With g the gradient (divided by the group size for a mean) and G = all_gather(g):
-//   x: G weight, which is all_gather_matmul(g, weight^T)    weight: G^T x
-//   bias: g summed over rows
+//   x: G weight    weight: G^T x    bias: g summed over rows
 void MatmulReduceScatter::backward(Backward<MatmulReduceScatter>& pass) {
   const MatmulReduceScatter& call = pass.call;
   if (!pass.grads[0].defined()) return;
   if (pass.wants(call.bias)) pass.set(call.bias, pass.grads[0].flatten(0, -2).sum(0));
+  const bool x_wanted = pass.wants(call.x);
   const bool weight_wanted = pass.wants(call.weight);
-  if (!pass.wants(call.x) && !weight_wanted) return;
+  if (!x_wanted && !weight_wanted) return;
   const int64_t dim = call.scatter_dim < 0 ? call.scatter_dim + call.x.dim() : call.scatter_dim;
   const auto grad = call.op == "avg" ? pass.grads[0].div(call.group_size) : pass.grads[0];
+  if (x_wanted && !at::GradMode::is_enabled()) {
+    auto [x_grad, weight_grad] =
+        Operator<MatmulReduceScatterBackward>::dispatch({.grad = grad,
+                                                         .x = call.x,
+                                                         .weight = call.weight,
+                                                         .weight_wanted = weight_wanted,
+                                                         .comm = call.comm,
+                                                         .group_size = call.group_size,
+                                                         .scatter_dim = dim,
+                                                         .algorithm = call.algorithm,
+                                                         .regather = call.regather});
+    pass.set(call.x, std::move(x_grad));
+    if (weight_wanted) pass.set(call.weight, std::move(weight_grad));
+    if (call.regather) {
+      torch::autograd::Engine::get_default_engine().queue_callback(
+          [comm = find_comm(kMatmulReduceScatter, call.comm, call.group_size)] {
+            drop_regathered(comm);
+          });
+    }
+    return;
+  }
   Tensor gathered;
-  if (pass.wants(call.x)) {
+  if (x_wanted) {  // double backward may be requested
     auto [products, inputs] = ops::all_gather_matmul({.x = grad,
                                                       .weights = {call.weight.t()},
                                                       .comm = call.comm,
@@ -84,12 +175,19 @@ Tensor matmul_reduce_scatter(const MatmulReduceScatter& call) {
 TORCH_OVERLAP_OPERATOR(MatmulReduceScatter, matmul_reduce_scatter_kernel)
 TORCH_OVERLAP_AUTOGRAD(MatmulReduceScatter, autograd_kernel<MatmulReduceScatter>)
 TORCH_OVERLAP_AUTOCAST(MatmulReduceScatter)
+TORCH_OVERLAP_OPERATOR(MatmulReduceScatterBackward, matmul_reduce_scatter_backward_kernel)
 
 }  // namespace torch_overlap::ops
 
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   m.def(
       "matmul_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, str comm, int group_size,"
-      " int scatter_dim=0, str op=\"sum\", str algorithm=\"auto\") -> Tensor",
+      " int scatter_dim=0, str op=\"sum\", str algorithm=\"auto\", Tensor? regather=None) -> "
+      "Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_matmul_reduce_scatter_backward(Tensor grad, Tensor x, Tensor weight, bool weight_wanted,"
+      " str comm, int group_size, int scatter_dim, str algorithm, Tensor? regather)"
+      " -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
 }

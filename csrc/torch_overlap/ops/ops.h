@@ -88,15 +88,17 @@ struct MatmulReduceScatter {
   int64_t scatter_dim = 0;
   std::string_view op = "sum";
   std::string_view algorithm = "auto";
+  // The backward pass starts the gather of this tensor along scatter_dim; see ops/regather.h.
+  std::optional<Tensor> regather{};
 
   template <typename Self>
   static auto fields(Self& self) {
     return std::tie(self.x, self.weight, self.bias, self.comm, self.group_size, self.scatter_dim,
-                    self.op, self.algorithm);
+                    self.op, self.algorithm, self.regather);
   }
   template <typename Self>
   static auto saved(Self& self) {
-    return std::tie(self.x, self.weight);
+    return std::tie(self.x, self.weight, self.regather);
   }
   static void backward(Backward<MatmulReduceScatter>& pass);
 };

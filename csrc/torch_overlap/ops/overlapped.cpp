@@ -68,6 +68,7 @@ void gather_then_multiply(const GatherProducts& products) {
   };
   comm.all_gather_single(sent(rows), sent(products.own), /*async_op=*/false);
   for (const Product& product : checked) product.run();
+  if (products.use_rows) products.use_rows(rows);
 }
 
 // Through the communicator the rows arrive where they are wanted. A channel has memory of its own.
@@ -112,6 +113,9 @@ GatherMethod gather_method(Algorithm algorithm) {
 void gather_in_chunks(GatherProducts products, Algorithm algorithm) {
   const RowShare share{products.own.size(0) * products.comm->size(), products.comm->size()};
   const GatherBuffers buffers = gather_buffers(products, algorithm);
+  const bool is_pipelined = algorithm == Algorithm::pipelined;
+  std::optional<OverlapChannel::Use> use;
+  if (products.use_rows && !is_pipelined) use.emplace(*buffers.channel);
   for (GemmArgs& args : products.gemms) {
     args = product_with_lhs(args, buffers.data.all, buffers.scales.all);
   }
@@ -123,12 +127,17 @@ void gather_in_chunks(GatherProducts products, Algorithm algorithm) {
                    .order = GatherOrder::all_pairs,
                    .method = gather_method(algorithm),
                    .single_lane = is_small_transfer(share, products.own)});
-  if (algorithm != Algorithm::pipelined) return;
-  for (const auto& [own, gathered] : {std::pair(products.own, products.gathered),
-                                      std::pair(products.scales, products.gathered_scales)}) {
-    if (!own.defined() || !gathered.defined()) continue;
-    row_view(gathered, share.begin(products.comm->rank()), own.size(0)).copy_(own);
+  // The other ranks' rows are in place.
+  const auto copy_own = [&](const at::Tensor& own, const at::Tensor& all) {
+    row_view(all, share.begin(products.comm->rank()), own.size(0)).copy_(own);
+  };
+  if (products.use_rows || (is_pipelined && products.gathered.defined())) {
+    copy_own(products.own, buffers.data.all);
   }
+  if (is_pipelined && products.gathered_scales.defined()) {
+    copy_own(products.scales, products.gathered_scales);
+  }
+  if (products.use_rows) products.use_rows(buffers.data.all);
 }
 
 // --- Scatters ------------------------------------------------------------------------------------
@@ -186,6 +195,7 @@ void multiply_then_reduce_scatter(const ScatterProducts& products) {
                                        products.mean ? RedOpType::AVG : RedOpType::SUM,
                                        /*async_op=*/false);
   if (products.bias.defined()) at::Tensor(products.out).add_(products.bias);
+  if (products.meanwhile) products.meanwhile();
 }
 
 void scatter_in_chunks(ScatterProducts products, Algorithm algorithm) {
@@ -203,7 +213,8 @@ void scatter_in_chunks(ScatterProducts products, Algorithm algorithm) {
                     .bias = contiguous_or_undefined(products.bias),
                     .ranks_share_k = products.ranks_share_k,
                     .fused = algorithm == Algorithm::fused,
-                    .single_lane = is_small_transfer(buffers.rows, products.out)});
+                    .single_lane = is_small_transfer(buffers.rows, products.out),
+                    .meanwhile = std::move(products.meanwhile)});
 }
 
 }  // namespace
@@ -317,12 +328,14 @@ void run(ScatterProducts products, Algorithm algorithm) {
     case Algorithm::bulk:  // differs in the gradient only, which calls run_bulk()
       return multiply_then_reduce_scatter(products);
     case Algorithm::low_latency:
-      return run_low_latency(products.op, products.comm,
-                             {.gemm = products.gemms.at(0),
-                              .rows = share_of(products),
-                              .out = products.out,
-                              .factor = products.mean ? 1.0 / products.comm->size() : 1.0,
-                              .bias = contiguous_or_undefined(products.bias)});
+      run_low_latency(products.op, products.comm,
+                      {.gemm = products.gemms.at(0),
+                       .rows = share_of(products),
+                       .out = products.out,
+                       .factor = products.mean ? 1.0 / products.comm->size() : 1.0,
+                       .bias = contiguous_or_undefined(products.bias)});
+      if (products.meanwhile) products.meanwhile();
+      return;
     case Algorithm::pipelined:
     case Algorithm::p2p:
     case Algorithm::fused:

@@ -31,6 +31,9 @@ struct GatherProducts {
   at::Tensor gathered_scales;
   // The products of all rows. lhs.data is ignored, and so is lhs.scale_inv if scales are gathered.
   std::vector<GemmArgs> gemms;
+  // If set, called after the products with the rows of all ranks, [size * rows, k], which are valid
+  // on the current stream until it returns: they may be in the channel's memory.
+  std::function<void(const at::Tensor& rows)> use_rows{};
 };
 OverlapProblem problem_of(const GatherProducts& products);
 // Checks the products of this rank's rows.
@@ -52,6 +55,9 @@ struct ScatterProducts {
   bool ranks_share_k = true;
   // The number of rows of each rank is a multiple of it.
   int64_t row_unit = 1;
+  // If set, called once on the current stream for work that does not depend on `out`. It hides the
+  // last transfers of `p2p` and `pipelined`; other algorithms call it after the reduction.
+  std::function<void()> meanwhile{};
 };
 OverlapProblem problem_of(const ScatterProducts& products);
 // Checks the product of this rank's rows.

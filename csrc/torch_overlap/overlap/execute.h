@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -65,6 +66,9 @@ struct ScatterGemm {
   // copies of GEMMs of pieces. One GEMM without scale_inv, which the device must support.
   bool fused = false;
   bool single_lane = false;  // see Lanes::fork()
+  // If set, called once, with lane 0 as the current stream, after this rank's GEMMs: its work does
+  // not depend on `out` and runs while the last rows travel. If fused, after the kernel.
+  std::function<void()> meanwhile{};
 };
 // Uses flags 0 .. size - 1; if fused, all flags of the channel. `partial` and
 // `received` must not overlap.

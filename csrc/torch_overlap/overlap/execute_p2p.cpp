@@ -123,7 +123,11 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
 }
 
 void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
-  if (problem.fused) return run_fused_scatter(op, channel, problem);
+  if (problem.fused) {
+    run_fused_scatter(op, channel, problem);
+    if (problem.meanwhile) problem.meanwhile();
+    return;
+  }
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const RowShare& rows = problem.rows;
@@ -189,6 +193,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
                         .get = sum.parts[exchange.from],
                         .get_flag = exchange.from});
     }
+    if (problem.meanwhile) lanes.run(0, "meanwhile", problem.meanwhile);
     // On the lane of this rank's GEMM, which is the last one.
     session.wait_for_flags(lane, flags_of_others(channel.group(), 0));
     if (length > 0) session.sum(lane, sum);

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_overlap._C import TorchComm
+from torch_overlap.nn._joined import join
 from torch_overlap.nn.layout import comm_of
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.nn.styles.base import Style, become, first_tensor, with_first
@@ -165,11 +166,15 @@ class SharedGather(Style):
         comm = comm_of(device_mesh)
         linears = self._linears(module, comm.get_size())
         shared = _Gather(comm, self.argument)
+        layers = []
         for index, linear in enumerate(linears.values()):
             self._synchronize(linear, comm)
             layer = _SharedColumn.from_linear(linear, device_mesh, gather_dim=self.sequence_dim, **self.options)
             layer.shared, layer.index = shared, index
-            shared.layers.append(become(linear, layer))
+            layers.append(layer)
+        for name in ("weight", "bias"):  # multiplied as one
+            join([(layer, name) for layer in layers])
+        shared.layers = [become(linear, layer) for linear, layer in zip(linears.values(), layers, strict=True)]
         module.register_forward_pre_hook(shared.begin, with_kwargs=True)
         module.register_forward_hook(shared.end, always_call=True)
         return module

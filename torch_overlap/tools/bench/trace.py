@@ -13,10 +13,13 @@ from torch_overlap._timing import in_graph
 from torch_overlap.tools.bench.problem import Problem, Variant
 from torch_overlap.tools.bench.ranks import Ranks
 
-_PRODUCT = re.compile(r"gemm|nvjet|cutlass|wgmma|xmma|::(add)?mm\b|matmul", re.IGNORECASE)
+_PRODUCT = re.compile(
+    r"gemm|nvjet|cutlass|wgmma|xmma|::(add)?mm\b|matmul|fused_(?:gather|scatter|reduce)_kernel", re.IGNORECASE
+)
 _COMMUNICATION = re.compile(
     r"nccl|memcpy|::copy_|gather|scatter|reduce|all_to_all|barrier|signal|wait|flag|gloo|c10d|low_latency|begin_kernel"
-    r"|(?:ll|ll128|simple)_(?:copy|norm)_kernel|two_shot_kernel|bulk_kernel|zero_copy_kernel",
+    r"|(?:ll|ll128|simple)_(?:copy|norm)_kernel|two_shot_kernel|bulk_kernel|zero_copy_kernel"
+    r"|\bsum_kernel",
     re.IGNORECASE,
 )
 

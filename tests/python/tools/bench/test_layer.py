@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed._symmetric_memory as symmetric
 
+from torch_overlap.tools.bench.layer_floor import time_by_category
 from torch_overlap.tools.bench.libraries import NO_CUDA
 
 LAYER = Path(__file__).parents[4] / "benchmarks" / "layer.py"
@@ -46,15 +47,37 @@ def run(program: Path, out: Path, *arguments: str) -> tuple[dict[str, Any], str]
 @pytest.mark.slow
 def test_two_ranks_without_a_gpu(tmp_path: Path) -> None:
     found, told = run(LAYER, tmp_path)
-    expected = {(model, way) for model in ("llama3-8b", "llama3-70b") for way in ("auto", "p2p", "sequential")}
+    ways = ("auto", "p2p", "sequential", "no communication")
+    expected = {(model, way) for model in ("llama3-8b", "llama3-70b") for way in ways}
     assert {(row["name"], row["algorithm"]) for row in found["rows"]} == expected
     for row in found["rows"]:
         assert set(row["peers"]) == {"nccl"}
-        assert min(row["us"], row["peers"]["nccl"], row["over_nccl"]) > 0
+        assert min(row["us"], row["peers"]["nccl"], row["over_nccl"], row["over_no communication"]) > 0
+        parts = [row["floor"][f"{part}_us"] for part in ("products", "attention", "elementwise")]
+        assert min(parts) > 0
+        assert row["floor"]["us"] == pytest.approx(sum(parts), rel=1e-3)
+        assert row["ratio_floor"] == pytest.approx(row["us"] / row["floor"]["us"], rel=1e-3)
         assert "predicted_us" not in row  # it would be out of date as soon as the planner changes
     why = {"torch fused": NO_CUDA, "torch fused joined": NO_CUDA}
     assert found["missing"] == {"llama3-8b": why, "llama3-70b": why}
     assert f"not run: torch fused: {NO_CUDA}" in told
+
+
+def test_kernels_are_counted_by_category() -> None:
+    kernels = [
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTT", 0, 10),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", 10, 5),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 12, 6),
+        ("Memcpy PtoP (Device -> Device)", 20, 2),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::(anonymous namespace)>", 22, 1),
+        ("void at::native::elementwise_kernel<128, 4>", 23, 2),
+        ("a_kernel_of_nobody", 25, 1),
+    ]
+    found = time_by_category((name, float(start), float(length)) for name, start, length in kernels)
+    assert found == {
+        "products": 10, "attention": 5, "communication": 8, "copies": 1, "element-wise": 2, "other": 1,
+        "idle": 2, "communication alone": 5,
+    }  # fmt: skip
 
 
 @pytest.mark.slow

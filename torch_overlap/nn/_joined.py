@@ -1,0 +1,97 @@
+"""Parameters of one layer that lie one after the other in memory, so that a product reads them as one.
+
+Each stays a parameter with its own name and gradient. Whatever gives a parameter other memory (FSDP2, loading with
+assign=True) only ends the joining: the layer then multiplies by one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_overlap.nn.layout import local_parameter, set_part
+
+
+def join(owners: Sequence[tuple[nn.Module, str]]) -> None:
+    """Gives parameters that are made but not used yet, each of a module with a layout, common memory.
+
+    Does nothing if one is missing or differs in dtype, device or its last dimensions.
+    """
+    parts = [local_parameter(module, name) for module, name in owners]
+    copies = _copies([part for part in parts if part is not None])
+    if len(copies) == len(owners):
+        for (module, name), part in zip(owners, copies, strict=True):
+            trains = getattr(module, name).requires_grad
+            set_part(module, name, nn.Parameter(part, requires_grad=trains))
+
+
+def rejoin(parameters: Sequence[nn.Parameter]) -> None:
+    """Moves plain parameters, whose memory may have changed, to common memory. They stay the same objects."""
+    if all(type(p) is nn.Parameter for p in parameters) and not _are_joined(parameters):
+        for parameter, part in zip(parameters, _copies(parameters), strict=False):
+            parameter.data = part
+
+
+def _copies(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Returns copies of the parts [size_i, ...], one after the other in new memory; none if they cannot be joined."""
+    if len(parts) < 2 or len({(part.dtype, part.device, part.shape[1:]) for part in parts}) > 1:
+        return []
+    return list(torch.cat([part.detach() for part in parts]).split([part.size(0) for part in parts]))
+
+
+def _are_joined(parts: Sequence[Tensor]) -> bool:
+    first = parts[0]
+    if first.is_meta:
+        return False
+    dtype, tail, end = first.dtype, first.shape[1:], first.storage_offset()
+    try:
+        memory = first.untyped_storage().data_ptr()
+        for part in parts:
+            if (part.untyped_storage().data_ptr() != memory or part.storage_offset() != end or part.dtype != dtype
+                    or part.shape[1:] != tail or not part.is_contiguous()):  # fmt: skip
+                return False
+            end += part.numel()
+    except (NotImplementedError, RuntimeError):  # inside torch.func, whose tensors have no storage
+        return False
+    return True
+
+
+def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Returns the concatenation of the parts along dimension 0 without a copy; None if they are not joined in memory.
+
+    The gradient of each part is a slice of that of the result. None under torch.compile, which cannot see addresses.
+    """
+    if torch.compiler.is_compiling() or any(part is None or type(part) not in _PLAIN for part in parts):
+        return None
+    found: list[Tensor] = [part for part in parts if part is not None]
+    if len(found) == 1:
+        return found[0]
+    if len({part.requires_grad for part in found}) > 1 or not _are_joined(found):
+        return None
+    whole: Tensor = _Join.apply(*found)  # type: ignore[no-untyped-call]
+    return whole
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class _Join(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*parts: Tensor) -> Tensor:
+        first = parts[0]
+        rows = sum(part.size(0) for part in parts)
+        return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.sizes = [part.size(0) for part in inputs]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        parts: tuple[Tensor, ...] = grad.split(ctx.sizes)
+        return parts

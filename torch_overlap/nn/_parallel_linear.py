@@ -1,0 +1,113 @@
+"""The common part of the layers whose weights are split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_overlap import _C
+from torch_overlap._C import TorchComm
+from torch_overlap.nn import _algorithm_checks
+from torch_overlap.nn._float8 import ALGORITHMS
+from torch_overlap.nn._initialize import Init
+from torch_overlap.nn.float8 import Float8Recipe, Float8State
+from torch_overlap.nn.layout import ranks_of
+
+
+def per_rank(who: str, what: str, value: int, comm: TorchComm, advice: str = "Pad it") -> int:
+    """Returns `value` / the number of ranks. Raises ValueError with `advice` if it does not divide."""
+    size = comm.get_size()
+    if value % size != 0:
+        raise ValueError(f"{who}: expected {what} divisible by the group size {size}, got {value}. {advice}, or use "
+                         "another number of ranks.")  # fmt: skip
+    return value // size
+
+
+class LayerOptions(TypedDict, total=False):
+    """Options of both layers, which composite modules pass on; see ColumnParallelLinear."""
+
+    bias: bool
+    sequence_parallel: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    algorithm: str
+    require_fused: bool
+    fp8: Float8Recipe | None
+
+
+class ParallelLinear(nn.Module):
+    """The common part: a communicator, the choice of the algorithm, and initial weights that are equal for any group
+    size."""
+
+    float8: Float8State | None
+
+    def __init__(self, comm: TorchComm | DeviceMesh, *, sequence_parallel: bool, algorithm: str, require_fused: bool,
+                 init: Init | None, fp8: Float8Recipe | None) -> None:  # fmt: skip
+        super().__init__()
+        name: str = self._get_name()  # type: ignore[no-untyped-call]
+        self.comm, self.mesh = ranks_of(name, comm)
+        if fp8 is not None and not isinstance(fp8, Float8Recipe):
+            raise TypeError(f"{name}: expected fp8 as a Float8Recipe, got {fp8!r} ({type(fp8).__name__}); write "
+                            'Float8Recipe("delayed"), for example')  # fmt: skip
+        _algorithm_checks.expect_algorithm(name, algorithm, ("auto", *_C._algorithms()) if fp8 is None else ALGORITHMS)
+        self.sequence_parallel = sequence_parallel
+        self.algorithm, self.require_fused = algorithm, require_fused
+        self.init, self.fp8 = init, fp8
+
+    def _make_float8(self, weights: Sequence[Tensor]) -> None:
+        """Makes the state of `fp8` for the weights [out, in] of this rank."""
+        self.float8 = None if self.fp8 is None else Float8State(self.fp8, self.comm, weights[0].device)
+        if self.fp8 is None:
+            return
+        for out_features, in_features in (w.shape for w in weights):
+            for what, value in (("in_features", in_features), ("out_features", out_features)):
+                if value % self.fp8.alignment != 0:
+                    name: str = self._get_name()  # type: ignore[no-untyped-call]
+                    raise ValueError(f"{name}: expected {what} of a rank divisible by {self.fp8.alignment} with "
+                                     f"{self.fp8.scaling if self.fp8.block else 'fp8'}, got {value}; pad it, or "
+                                     "use fp8=None")  # fmt: skip
+
+    def _expect_features(self, x: Tensor, weights: Sequence[Tensor]) -> None:
+        """Raises ValueError, naming the layer, if x has no rows or a weight is not [out, in] with its features."""
+        name: str = self._get_name()  # type: ignore[no-untyped-call]
+        if x.dim() < 2:
+            raise ValueError(f"{name}: expected x of two or more dimensions, got shape {list(x.shape)}. "
+                             "Use x.unsqueeze(0).")  # fmt: skip
+        for i, weight in enumerate(weights):
+            if weight.dim() != 2 or weight.size(1) != x.size(-1):
+                which = "weight" if len(weights) == 1 else f"weights[{i}]"
+                raise ValueError(f"{name}: expected x [..., in_features] and {which} [out_features, in_features] of "
+                                 f"this rank, got shapes {list(x.shape)} and {list(weight.shape)}. Check the layer "
+                                 "before, or pass weight.t() if it is [in_features, out_features].")  # fmt: skip
+
+    def _reset_float8(self) -> None:
+        if self.float8 is not None:
+            self.float8.reset()
+
+    def _require_fused(self, op: str, x: Tensor, features: int) -> None:
+        if self.require_fused:
+            name: str = self._get_name()  # type: ignore[no-untyped-call]
+            _algorithm_checks.require_fused(name, op, x, features, self.comm, self.algorithm)
+
+    def _require_fused_float8(self, op: str, x: Tensor, features: int) -> None:
+        if self.require_fused:
+            name: str = self._get_name()  # type: ignore[no-untyped-call]
+            op = op if self.sequence_parallel else "scaled_matmul_all_reduce"
+            _algorithm_checks.require_fused_float8(name, op, x, features, self.comm, self.algorithm)
+
+    def _describe(self, **values: object) -> str:
+        common = {"ranks": self.comm.get_size(), "sequence_parallel": self.sequence_parallel,
+                  "algorithm": self.algorithm}  # fmt: skip
+        return ", ".join(f"{name}={value}" for name, value in {**values, **common}.items())
+
+
+def part_of(full: Tensor, dim: int | None, comm: TorchComm) -> nn.Parameter:
+    """Returns this rank's part of a full parameter along `dim`, or a copy of it for None."""
+    part = full.detach()
+    if dim is not None:
+        part = part.chunk(comm.get_size(), dim)[comm.get_rank()]
+    return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=full.requires_grad)
