@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from torch_overlap._C import TorchComm
 from torch_overlap.nn.layout import comm_of, layout_of, replace_parameter, replicate
+from torch_overlap.nn.styles.padding import SharedSequence
 
 _Layer = TypeVar("_Layer", bound=nn.Module)
 
@@ -31,10 +32,15 @@ class Style(ParallelStyle):
     """The common part: the options of the layers, and values of rank `src_data_rank` on all ranks, as in torch's
     styles."""
 
+    sequence: SharedSequence | None = None  # of the model; `parallelize` sets it while it applies a plan
+
     def __init__(self, sequence_parallel: bool = True, sequence_dim: int = 1, **options: Any) -> None:
         super().__init__()
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.options = {"sequence_parallel": sequence_parallel, **options}
+
+    def _sequence(self, comm: TorchComm) -> SharedSequence:
+        return self.sequence or SharedSequence(comm, is_shared=False)
 
     def _linear(self, module: nn.Module, name: str = "") -> nn.Linear:
         who = type(self).__name__

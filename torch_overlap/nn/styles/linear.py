@@ -7,12 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_overlap._C import TorchComm
 from torch_overlap.nn._joined import join
 from torch_overlap.nn.layout import comm_of
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.nn.styles.base import Style, become, first_tensor, with_first
-from torch_overlap.nn.styles.padding import gathered_rows, pad_rows, trim_rows
+from torch_overlap.nn.styles.padding import SharedSequence
 
 
 def _split_columns(linear: nn.Linear, prefix: str = "") -> dict[str, int]:
@@ -47,7 +46,8 @@ class ColumnParallel(Style):
         layer = ColumnParallelLinear.from_linear(linear, device_mesh, gather_dim=self.sequence_dim, **self.options)
         become(module, layer)
         if self.sequence_parallel:
-            module.register_forward_hook(lambda _, args, y: trim_rows(y, self.sequence_dim, comm))
+            sequence = self._sequence(comm)
+            module.register_forward_hook(lambda _, args, y: sequence.trim(y, self.sequence_dim))
         return module
 
 
@@ -75,15 +75,16 @@ class RowParallel(Style):
         layer = RowParallelLinear.from_linear(linear, device_mesh, scatter_dim=self.sequence_dim, **self.options)
         become(module, layer)
         if self.sequence_parallel:
-            module.register_forward_pre_hook(lambda _, args: (pad_rows(args[0], self.sequence_dim, comm), *args[1:]))
+            sequence = self._sequence(comm)
+            module.register_forward_pre_hook(lambda _, args: (sequence.pad(args[0], self.sequence_dim), *args[1:]))
         return module
 
 
 class _Gather:
     """State that the linears of one SharedGather share during one call of their parent."""
 
-    def __init__(self, comm: TorchComm, argument: str) -> None:
-        self.comm, self.argument = comm, argument
+    def __init__(self, sequence: SharedSequence, argument: str) -> None:
+        self.sequence, self.argument = sequence, argument
         self.layers: list[ColumnParallelLinear] = []
         self.input: Tensor | None = None
         self.stand_in: Tensor | None = None
@@ -95,7 +96,7 @@ class _Gather:
         first = self.layers[0]
         if first.sequence_parallel:
             shape = list(x.shape)
-            shape[first.gather_dim] = gathered_rows(x.size(first.gather_dim), self.comm)
+            shape[first.gather_dim] = self.sequence.gathered_rows(x.size(first.gather_dim))
             # The module may read shape, dtype and device. NaN makes a result visible that reads the values anyway.
             self.stand_in = x.detach().new_full((), float("nan")).expand(shape)
         return with_first(args, kwargs, self.argument, self.stand_in)
@@ -115,7 +116,7 @@ class _Gather:
             first = self.layers[0]
             self.outputs = first._products(self.input, weights, biases)
             if first.sequence_parallel:
-                self.outputs = [trim_rows(y, first.gather_dim, self.comm) for y in self.outputs]
+                self.outputs = [self.sequence.trim(y, first.gather_dim) for y in self.outputs]
         return self.outputs[index]
 
 
@@ -165,7 +166,7 @@ class SharedGather(Style):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         comm = comm_of(device_mesh)
         linears = self._linears(module, comm.get_size())
-        shared = _Gather(comm, self.argument)
+        shared = _Gather(self._sequence(comm), self.argument)
         layers = []
         for index, linear in enumerate(linears.values()):
             self._synchronize(linear, comm)

@@ -6,85 +6,103 @@ from their results, and layers that scatter it append them again. The model's co
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torch_overlap._C import StateError, TorchComm, UnsupportedError
-from torch_overlap.ops._arguments import group
 
-# Communicator -> true length of the sequence that ShardInput split last, until GatherSequence; absent: unknown, the
-# ranks divide it.
-_lengths: dict[str, int] = {}
+
+class _Open(NamedTuple):
+    """Sequences that were split and not yet gathered: the modules that split them, and the length of the last."""
+
+    owners: tuple[object, ...]
+    length: int
+
+
+class SharedSequence:
+    """The sequence that the layers of one model share, of which each rank has its part.
+
+    `parallelize` makes one for the styles of its plan. A style that `parallelize_module` applies has one of its own, of
+    which the other layers know nothing: `is_shared` is False, and a length that must be padded is refused.
+    """
+
+    def __init__(self, comm: TorchComm, *, is_shared: bool) -> None:
+        self.size, self.is_shared = comm.get_size(), is_shared
+        self._open: _Open | None = None
+
+    def start(self, x: Tensor, dim: int, owner: object) -> Tensor:
+        """Returns the padded sequence, and remembers its true length for the layers that follow."""
+        length = x.size(dim)
+        missing = -length % self.size
+        is_compiling = torch.compiler.is_compiling()
+        if missing and (is_compiling or not self.is_shared):
+            advice = "Pad the input." if is_compiling else "Pad the input, or apply the plan by parallelize."
+            how = "torch.compile" if is_compiling else "parallelize_module"
+            raise UnsupportedError(f"ShardInput: expected a sequence divisible by {self.size} ranks under {how}, got "
+                                   f"length {length}. {advice}")  # fmt: skip
+        if is_compiling:
+            return x
+        # A module that splits again begins a new pass.
+        before = self._open if self._open is not None and owner not in self._open.owners else None
+        if before is not None and before.length != length and (missing or before.length % self.size):
+            raise StateError(f"ShardInput: expected the sequence of length {before.length} to be gathered before "
+                             f"another is split, got one of length {length}, which the layers cannot tell apart. "
+                             f"Gather the first (GatherSequence), or pad both to multiples of {self.size}.")  # fmt: skip
+        self._open = _Open((*(before.owners if before else ()), owner), length)
+        x = _Mark.apply(x, self, None)  # type: ignore[no-untyped-call]
+        return _pad(x, dim, missing) if missing else x
+
+    def end(self, y: Tensor) -> Tensor:
+        """Forgets the length after the sequence was gathered. Backward restores it for layers that are recomputed."""
+        if torch.compiler.is_compiling():
+            return y
+        before, self._open = self._open, None
+        return _Mark.apply(y, self, before)  # type: ignore[no-untyped-call, no-any-return]
+
+    def restore(self, state: _Open | None) -> None:
+        self._open = state
+
+    def gathered_rows(self, rows: int) -> int:
+        """Returns the true length of the sequence of which each rank has `rows` rows."""
+        whole = rows * self.size
+        if self._open is None or torch.compiler.is_compiling() or self._open.length % self.size == 0:
+            return whole
+        length = self._open.length
+        if not 0 <= whole - length < self.size:
+            raise StateError(f"sequence parallelism: expected rows of the sequence of length {length} that ShardInput "
+                             f"split last, got {rows} on each of {self.size} ranks. Padded sequences of different "
+                             "lengths cannot be interleaved: pad the input.")  # fmt: skip
+        return length
+
+    def trim(self, y: Tensor, dim: int) -> Tensor:
+        """Drops the rows that were appended from a gathered sequence."""
+        length = self.gathered_rows(y.size(dim) // self.size)
+        return y if length == y.size(dim) else y.narrow(dim, 0, length)
+
+    def pad(self, x: Tensor, dim: int) -> Tensor:
+        """Appends the rows again before a sequence is scattered."""
+        missing = -x.size(dim) % self.size
+        if not missing or torch.compiler.is_compiling() or self._open is None or x.size(dim) != self._open.length:
+            return x
+        return _pad(x, dim, missing)
 
 
 def _pad(x: Tensor, dim: int, rows: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim % x.dim()) + (0, rows))
 
 
-def start_sequence(x: Tensor, dim: int, comm: TorchComm) -> Tensor:
-    """Returns the padded sequence, and remembers its true length for the layers that follow."""
-    name, size = group(comm)
-    missing = -x.size(dim) % size
-    if torch.compiler.is_compiling():
-        if missing:
-            raise UnsupportedError(f"ShardInput: expected a sequence divisible by {size} ranks under "
-                                   f"torch.compile, got length {x.size(dim)}. Pad the input.")  # fmt: skip
-        return x
-    _lengths[name] = x.size(dim)
-    x = _Mark.apply(x, name, None)  # type: ignore[no-untyped-call]
-    return _pad(x, dim, missing) if missing else x
-
-
-def end_sequence(y: Tensor, comm: TorchComm) -> Tensor:
-    """Forgets the length after the sequence was gathered. Backward restores it for layers that are recomputed."""
-    if torch.compiler.is_compiling():
-        return y
-    name, _ = group(comm)
-    return _Mark.apply(y, name, _lengths.pop(name, None))  # type: ignore[no-untyped-call, no-any-return]
-
-
 class _Mark(torch.autograd.Function):
-    """The identity, whose backward pass sets the length of the sequence; None: there is none."""
+    """The identity, whose backward pass restores the state of the sequence; None: there is none."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, length: int | None) -> Tensor:
-        ctx.name, ctx.length = name, length
+    def forward(ctx: Any, x: Tensor, sequence: SharedSequence, state: _Open | None) -> Tensor:
+        ctx.sequence, ctx.state = sequence, state
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.length is None:
-            _lengths.pop(ctx.name, None)
-        else:
-            _lengths[ctx.name] = ctx.length
+        ctx.sequence.restore(ctx.state)
         return grad, None, None
-
-
-def gathered_rows(rows: int, comm: TorchComm) -> int:
-    """Returns the true length of the sequence of which each rank has `rows` rows."""
-    name, size = group(comm)
-    whole = rows * size
-    length: int = whole if torch.compiler.is_compiling() else _lengths.get(name, whole)
-    if not 0 <= whole - length < size:
-        raise StateError(f"sequence parallelism: expected rows of the sequence of length {length} that ShardInput "
-                         f"split last, got {rows} on each of {size} ranks. Padded sequences of different lengths "
-                         "cannot be interleaved: pad the input.")  # fmt: skip
-    return length
-
-
-def trim_rows(y: Tensor, dim: int, comm: TorchComm) -> Tensor:
-    """Drops the rows that were appended from a gathered sequence."""
-    length = gathered_rows(y.size(dim) // group(comm)[1], comm)
-    return y if length == y.size(dim) else y.narrow(dim, 0, length)
-
-
-def pad_rows(x: Tensor, dim: int, comm: TorchComm) -> Tensor:
-    """Appends the rows again before a sequence is scattered."""
-    name, size = group(comm)
-    missing = -x.size(dim) % size
-    if not missing or torch.compiler.is_compiling() or x.size(dim) != _lengths.get(name):
-        return x
-    return _pad(x, dim, missing)

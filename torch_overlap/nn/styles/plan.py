@@ -8,7 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from torch_overlap.nn.layout import comm_of
 from torch_overlap.nn.styles.base import Style, matching_modules
+from torch_overlap.nn.styles.padding import SharedSequence
 from torch_overlap.nn.styles.pretrained import gather_when_saved, is_pretrained
 
 
@@ -51,7 +53,15 @@ def parallelize(
         if not any(True for _ in matching_modules(model, key)):
             raise ValueError(f"parallelize: expected module names of {type(model).__name__} as the keys of the plan, "
                              f"got '{key}', which matches none. Compare it with those of named_modules().")  # fmt: skip
-    parallelize_module(model, mesh, dict(plan), src_data_rank=src_data_rank)
+    styles = [style for style in plan.values() if isinstance(style, Style)]
+    sequence = SharedSequence(comm_of(mesh), is_shared=True)
+    try:
+        for style in styles:
+            style.sequence = sequence
+        parallelize_module(model, mesh, dict(plan), src_data_rank=src_data_rank)
+    finally:
+        for style in styles:
+            style.sequence = None
     parallelize_module(model, mesh, Replicated(), src_data_rank=src_data_rank)
     if is_pretrained(model):
         gather_when_saved(model, mesh.size())

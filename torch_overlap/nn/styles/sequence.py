@@ -11,7 +11,6 @@ from torch_overlap import ops
 from torch_overlap.nn.functional import local_shard
 from torch_overlap.nn.layout import comm_of
 from torch_overlap.nn.styles.base import Style, first_tensor, with_first
-from torch_overlap.nn.styles.padding import end_sequence, start_sequence, trim_rows
 
 
 class SequenceParallel(Style):
@@ -37,7 +36,7 @@ class ShardInput(Style):
 
     Args:
         sequence_dim: the dimension to split. A length that the number of ranks does not divide is padded with zeros, of
-            which the model's code sees nothing; under torch.compile it must divide.
+            which the model's code sees nothing; under torch.compile and `parallelize_module` it must divide.
         argument: the name of the argument, if it is passed by name.
     """
 
@@ -47,10 +46,11 @@ class ShardInput(Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         comm = comm_of(device_mesh)
+        sequence = self._sequence(comm)
 
         def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = first_tensor("ShardInput", args, kwargs, self.argument)
-            x = start_sequence(x, self.sequence_dim, comm)
+            x = sequence.start(x, self.sequence_dim, module)
             return with_first(args, kwargs, self.argument, local_shard(x, self.sequence_dim, comm))
 
         module.register_forward_pre_hook(split, with_kwargs=True)
@@ -73,10 +73,11 @@ class GatherSequence(Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         comm = self._replicate(module, device_mesh, is_partial=True)
+        sequence = self._sequence(comm)
 
         def gather(_: nn.Module, args: Any, y: Tensor) -> Tensor:
-            whole = trim_rows(ops.all_gather(y, comm, self.sequence_dim, grad="I"), self.sequence_dim, comm)
-            return end_sequence(whole, comm)
+            whole = ops.all_gather(y, comm, self.sequence_dim, grad="I")
+            return sequence.end(sequence.trim(whole, self.sequence_dim))
 
         module.register_forward_hook(gather)
         return module

@@ -1,0 +1,100 @@
+"""Sequences of several models, and several sequences of one model, whose lengths the ranks may not divide."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from llama_cases import start
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+import torch_overlap as to
+from torch_overlap.nn.styles import ColumnParallel, RowParallel, SequenceParallel, ShardInput, parallelize
+from torch_overlap.testing import run_ranks
+
+DIM = 6
+STYLES = {"0": ShardInput(argument="input"), "1": SequenceParallel()}
+
+
+def inputs(seed: int, *lengths: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, length, DIM, generator=generator, dtype=torch.float64) for length in lengths]
+
+
+def two_models(rank: int, size: int, store: Any, seed: int) -> None:
+    """The first model leaves its sequence split; the second has rows of its own."""
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    first = parallelize(nn.Sequential(nn.Identity(), nn.LayerNorm(DIM)).double(), mesh, STYLES)
+    whole = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM)).double()
+    second = parallelize(copy.deepcopy(whole), mesh, {"0": ColumnParallel(), "2": RowParallel()})
+    odd, even = inputs(seed, 2 * size - 1, 2 * size)
+    first(odd)
+    got, want = second(even.chunk(size, 1)[rank]), whole(even).chunk(size, 1)[rank]
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_length_belongs_to_one_model(seed: int, size: int) -> None:
+    run_ranks(two_models, size, seed, comm=False)
+
+
+class Cross(nn.Module):
+    """A decoder whose projections take rows of the encoder and its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Identity(), nn.LayerNorm(DIM))
+        self.decoder = nn.Sequential(nn.Identity(), nn.LayerNorm(DIM))
+        self.k, self.q, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        source, target = self.encoder(source), self.decoder(target)
+        return self.out(self.q(target).tanh() * self.k(source).mean(1, keepdim=True))
+
+
+def cross(rank: int, size: int, store: Any, seed: int) -> None:
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole = Cross().double()
+    plan = {f"{name}.{key}": style for name in ("encoder", "decoder") for key, style in STYLES.items()}
+    model = parallelize(copy.deepcopy(whole), mesh, plan | {"k": ColumnParallel(), "q": ColumnParallel(),
+                                                             "out": RowParallel()})  # fmt: skip
+    for lengths in ((2 * size, 3 * size), (2 * size - 1, 2 * size - 1)):
+        xs = inputs(seed, *lengths)
+        for module in (model, whole):
+            module.zero_grad()
+        got, want = model(*xs), whole(*xs)
+        own = got.size(1)
+        want.square().sum().backward()
+        got[:, : max(0, min(own, lengths[1] - rank * own))].square().sum().backward()
+        torch.testing.assert_close(got[:, : lengths[1] - rank * own], want[:, rank * own : (rank + 1) * own],
+                                   rtol=1e-10, atol=1e-12)  # fmt: skip
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-9,
+                                       atol=1e-11)  # fmt: skip
+    for lengths in ((2 * size - 1, 2 * size), (2 * size, 2 * size - 1)):
+        with pytest.raises(to.StateError, match=rf"^ShardInput: expected the sequence of length {lengths[0]} to be "
+                                                rf"gathered before another is split, got one of length {lengths[1]}"):  # fmt: skip
+            model(*inputs(seed, *lengths))
+        model(*inputs(seed, 2 * size, 2 * size))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_sequences_of_one_model_are_right_or_refused(seed: int, size: int) -> None:
+    run_ranks(cross, size, seed, comm=False)
+
+
+def by_module(rank: int, size: int, store: Any) -> None:
+    mesh = start(rank, size, store)
+    model = parallelize_module(nn.Sequential(nn.Identity(), nn.LayerNorm(DIM)), mesh, dict(STYLES))
+    assert model(torch.ones(1, 2 * size, DIM)).shape == (1, 2, DIM)
+    with pytest.raises(to.UnsupportedError, match=r"divisible by 2 ranks under parallelize_module, got length 5. Pad"):
+        model(torch.ones(1, 5, DIM))
+
+
+def test_parallelize_module_pads_no_sequence() -> None:
+    run_ranks(by_module, 2, comm=False)
