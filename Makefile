@@ -163,9 +163,9 @@ sanitize-gpu: build
 	  compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no --launch-timeout 300 --error-exitcode 9 \
 	  $(PY) -m pytest -x $(GPU_TESTS)
 
-# Tests with models of transformers, which `make test` skips where that is not installed.
+# Tests with models of transformers and PEFT, which `make test` skips where those are not installed.
 test-frameworks: build $(if $(PYTHON),,.venv/.frameworks)
-	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/python/nn/test_pretrained.py tests/python/nn/test_styles.py -k 'transformers or pretrained' \
+	HF_HUB_OFFLINE=1 $(PY) -m pytest $(patsubst %,tests/python/nn/test_%.py,pretrained styles lora) -k 'transformers or pretrained or lora' \
 	  $(two_at_a_time) $(PYTEST_ARGS)
 
 # torch's own tests of c10d backends, on torch_overlap and on gloo; writes docs/conformance.md. `make test` runs those that

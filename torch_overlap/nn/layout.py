@@ -8,7 +8,7 @@ Both compute with `local_parameter`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils.weak import TensorWeakRef
 
 from torch_overlap import ops
 from torch_overlap._C import StateError, TorchComm
@@ -25,6 +26,7 @@ from torch_overlap.ops._arguments import group
 _ATTRIBUTE = "_parameter_layout"
 _IS_LOCAL = "_is_local"  # of a module: its forward runs
 _TIE = "_replaced_by"  # of a parameter that a style has replaced
+_DEFERRED = "_deferred_sum"  # of a parameter of which the gradient is summed later
 _CHECKED = "_checked_gradients"  # of a module: name -> number of comparisons
 _CHECKS = 3
 _ops = torch.ops.torch_overlap
@@ -290,6 +292,22 @@ def split_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
     return found
 
 
+class _DeferredSum:
+    """State of a parameter whose gradient `sync_replicated_grads` sums: is its gradient a sum already?"""
+
+    def __init__(self) -> None:
+        self.summed: Callable[[], Tensor | None] = lambda: None  # the gradient that was summed, until more is added
+        self.is_captured = False  # a replayed CUDA graph adds gradients without calling the hook
+
+    def added(self, _: Tensor) -> None:
+        self.summed = lambda: None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self.is_captured = True
+
+    def is_summed(self, grad: Tensor) -> bool:
+        return not self.is_captured and self.summed() is grad
+
+
 def defer_replicated_grads(module: nn.Module) -> None:
     """Leaves the gradients of replicated parameters in `module` as this rank's, until `sync_replicated_grads(module)`.
 
@@ -299,6 +317,10 @@ def defer_replicated_grads(module: nn.Module) -> None:
     for _, child, layout in layouts(module):
         if layout.partial:
             setattr(child, _ATTRIBUTE, replace(layout, is_deferred=True))
+        for name, parameter in child.named_parameters(recurse=False):
+            if name in layout.partial and parameter.requires_grad and _DEFERRED not in vars(parameter):
+                vars(parameter)[_DEFERRED] = state = _DeferredSum()
+                parameter.register_post_accumulate_grad_hook(state.added)
 
 
 @torch.no_grad()
@@ -307,6 +329,7 @@ def sync_replicated_grads(module: nn.Module, comm: TorchComm | None = None) -> N
 
     Collective. Call it once for each optimizer step, when gradients have been accumulated and before they are clipped.
     Under sequence parallelism these are the norms (see `mark_replicated`) and the biases of row-parallel layers.
+    A second call without a backward pass in between does nothing.
     Parameters without a gradient are skipped: the same parameters must have one on all ranks. Makes one all_reduce for
     each dtype, on the current stream; may be captured in a CUDA graph. For DTensor gradients, of FSDP2 over another
     axis too, this rank's parts are summed.
@@ -324,7 +347,11 @@ def sync_replicated_grads(module: nn.Module, comm: TorchComm | None = None) -> N
             if name not in layout.partial or parameter.grad is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            grad = parameter.grad
+            grad, state = parameter.grad, vars(parameter).get(_DEFERRED)
+            if isinstance(state, _DeferredSum):
+                if state.is_summed(grad):
+                    continue
+                state.summed = TensorWeakRef(grad)
             if isinstance(grad, DTensor):  # from FSDP2: along the other axis the ranks of comm have the same part
                 grad = grad.to_local()
             key = (id(layout.comm), grad.dtype, grad.device)

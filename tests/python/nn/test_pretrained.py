@@ -197,6 +197,20 @@ def refused(rank: int, size: int, store: Any) -> None:
         parallelize(plain, mesh, {"lm_head": ColumnParallel()})
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("name", "message"), [
+    ("Apertus", r"for 'model.layers.\*.mlp.act_fn', which works beside split projections, got none for its 'alpha_p'"),
+    ("Doge", r"for 'model.layers.\*.self_attn', which works beside split projections, got none for its 'A'"),
+    ("FalconH1", r"expected modules of FalconH1ForCausalLM that the rules of its tp_plan name, got none|one list of lay"),
+])  # fmt: skip
+def test_pretrained_families_that_no_plan_serves(name: str, message: str, sequence_parallel: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    more = {"mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_state": 8} if name == "FalconH1" else {}
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SIZES, **more))
+    with pytest.raises(ValueError, match=message):
+        plan_for(model, 2, sequence_parallel=sequence_parallel)
+
+
 def test_what_cannot_be_planned_is_refused() -> None:
     pytest.importorskip("transformers")
     run_ranks(refused, 2, comm=False, timeout=240)

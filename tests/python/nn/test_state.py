@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from torch_overlap import nn as tnn
@@ -178,6 +179,27 @@ def test_sync_keeps_to_the_communicator_it_is_given_and_counts_a_shared_paramete
         tnn.sync_replicated_grads(module, comm)
         assert [p.grad[0].item() for p in module.parameters()] == [2, 2, 2, 2, 2]
         other.finalize()
+
+    run_ranks(rank, 2, backend="local")
+
+
+def test_a_second_sync_adds_nothing():
+    def rank(comm):
+        norm = nn.LayerNorm(4).double()
+        tnn.mark_replicated(norm, comm)
+        tnn.defer_replicated_grads(norm)
+        x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.get_rank()))
+        parts = [torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+        for step in range(2):
+            norm.zero_grad()
+            for _ in range(2):
+                (norm(x) * x).sum().backward()
+            tnn.sync_replicated_grads(norm, comm)
+            norm.weight.grad.mul_(0.5)  # clipping
+            tnn.sync_replicated_grads(norm, comm)
+            weight = sum((2 * F.layer_norm(part, (4,)) * part).sum(0) for part in parts)
+            torch.testing.assert_close(norm.weight.grad, weight * 0.5, rtol=1e-12, atol=1e-12, msg=f"step {step}")
+            torch.testing.assert_close(norm.bias.grad, sum(2 * part.sum(0) for part in parts), rtol=1e-12, atol=1e-12)
 
     run_ranks(rank, 2, backend="local")
 

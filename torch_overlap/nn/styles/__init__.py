@@ -22,6 +22,7 @@ Gradients are complete after backward.
 """
 
 from torch_overlap.nn.layout import comm_of
+from torch_overlap.nn.styles.adapters import parallelize_adapters
 from torch_overlap.nn.styles.base import Style, matching_modules
 from torch_overlap.nn.styles.embedding import VocabularyParallel
 from torch_overlap.nn.styles.linear import ColumnParallel, RowParallel, SharedGather
@@ -44,5 +45,6 @@ __all__ = [
     "comm_of",
     "matching_modules",
     "parallelize",
+    "parallelize_adapters",
     "plan_for",
 ]

@@ -13,8 +13,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from torch_overlap._C import TorchComm
 from torch_overlap.nn.layout import comm_of, layout_of, replace_parameter, replicate
+from torch_overlap.nn.styles.lora import expect_lora, is_lora
 from torch_overlap.nn.styles.padding import SharedSequence
 
+_SEQUENCE = "_sequence"  # of a layer: the sequence of its model
 _Layer = TypeVar("_Layer", bound=nn.Module)
 
 
@@ -42,6 +44,16 @@ class Style(ParallelStyle):
     def _sequence(self, comm: TorchComm) -> SharedSequence:
         return self.sequence or SharedSequence(comm, is_shared=False)
 
+    def _remember(self, layer: nn.Module, comm: TorchComm) -> SharedSequence:
+        """Returns the sequence of the model, which adapters that are added to the layer later will share."""
+        sequence = self._sequence(comm)
+        vars(layer)[_SEQUENCE] = sequence
+        return sequence
+
+    def _sequence_of(self, layer: nn.Module, comm: TorchComm) -> SharedSequence:
+        sequence = vars(layer).get(_SEQUENCE)
+        return sequence if isinstance(sequence, SharedSequence) else self._sequence(comm)
+
     def _linear(self, module: nn.Module, name: str = "") -> nn.Linear:
         who = type(self).__name__
         # Parametrizations, which are children, would be lost.
@@ -49,6 +61,13 @@ class Style(ParallelStyle):
             at = f" at '{name}'" if name else ""
             raise TypeError(f"{who}: expected an nn.Linear{at}, got {type(module).__name__}; change the plan")
         return module
+
+    def _base_linear(self, module: Any, name: str = "") -> nn.Linear:
+        """Returns the nn.Linear that a module is, or that it holds under LoRA."""
+        if not is_lora(module):
+            return self._linear(module, name)
+        expect_lora(module, name or type(module).__name__)
+        return self._linear(module.get_base_layer(), name)
 
     def _synchronize(self, module: nn.Module, comm: TorchComm) -> None:
         """Moves parameters and buffers to the communicator's device, with the values of rank `src_data_rank`."""
@@ -71,8 +90,7 @@ class Style(ParallelStyle):
                     if self.src_data_rank is not None and buffer.numel() > 0:
                         comm.broadcast(buffer, self.src_data_rank, async_op=False)
 
-    def _columns(self, module: nn.Module, ranks: int, multiple_of: int, name: str = "") -> nn.Linear:
-        linear = self._linear(module, name)
+    def _columns(self, linear: nn.Linear, ranks: int, multiple_of: int) -> nn.Linear:
         if linear.out_features % (ranks * multiple_of) != 0:
             raise ValueError(
                 f"{type(self).__name__}: expected out_features divisible by {ranks} ranks times {multiple_of} "

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_overlap.nn._joined import join
-from torch_overlap.nn.layout import comm_of
+from torch_overlap.nn.layout import comm_of, layout_of
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.nn.styles.base import Style, become, first_tensor, with_first
+from torch_overlap.nn.styles.lora import new_adapters, split_dropout
 from torch_overlap.nn.styles.padding import SharedSequence
+from torch_overlap.nn.styles.sequence import SequenceParallel
 
 
 def _split_columns(linear: nn.Linear, prefix: str = "") -> dict[str, int]:
@@ -37,17 +39,19 @@ class ColumnParallel(Style):
         self.multiple_of = multiple_of
 
     def split_dims(self, module: nn.Module, ranks: int) -> dict[str, int]:
-        return _split_columns(self._columns(module, ranks, self.multiple_of))
+        return _split_columns(self._columns(self._linear(module), ranks, self.multiple_of))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         comm = comm_of(device_mesh)
-        linear = self._columns(module, comm.get_size(), self.multiple_of)
+        linear = self._columns(self._base_linear(module), comm.get_size(), self.multiple_of)
         self._synchronize(linear, comm)
         layer = ColumnParallelLinear.from_linear(linear, device_mesh, gather_dim=self.sequence_dim, **self.options)
-        become(module, layer)
+        become(linear, layer)
+        sequence = self._remember(linear, comm)
         if self.sequence_parallel:
-            sequence = self._sequence(comm)
-            module.register_forward_hook(lambda _, args, y: sequence.trim(y, self.sequence_dim))
+            linear.register_forward_hook(lambda _, args, y: sequence.trim(y, self.sequence_dim))
+        if linear is not module:
+            split_adapters(module, self.src_data_rank)
         return module
 
 
@@ -70,13 +74,15 @@ class RowParallel(Style):
         return {"weight": 1}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        comm, linear = comm_of(device_mesh), self._linear(module)
+        comm, linear = comm_of(device_mesh), self._base_linear(module)
         self._synchronize(linear, comm)
         layer = RowParallelLinear.from_linear(linear, device_mesh, scatter_dim=self.sequence_dim, **self.options)
-        become(module, layer)
+        become(linear, layer)
+        sequence = self._remember(linear, comm)
         if self.sequence_parallel:
-            sequence = self._sequence(comm)
-            module.register_forward_pre_hook(lambda _, args: (sequence.pad(args[0], self.sequence_dim), *args[1:]))
+            linear.register_forward_pre_hook(lambda _, args: (sequence.pad(args[0], self.sequence_dim), *args[1:]))
+        if linear is not module:
+            split_adapters(module, self.src_data_rank)
         return module
 
 
@@ -104,8 +110,12 @@ class _Gather:
     def end(self, *_: object) -> None:
         self.input = self.stand_in = self.outputs = None
 
+    def pass_rows(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Gives LoRA this rank's rows for the placeholder."""
+        return (self.input, *args[1:]) if args and args[0] is self.stand_in else args
+
     def output(self, index: int, x: Tensor) -> Tensor:
-        if x is not self.stand_in or self.input is None:
+        if self.input is None or (x is not self.stand_in and x is not self.input):
             raise ValueError(
                 "SharedGather: expected its linears to get the module's first argument unchanged, got another tensor; "
                 "use ColumnParallel for those that do not"
@@ -154,28 +164,89 @@ class SharedGather(Style):
             raise ValueError("SharedGather: expected the names of one or more linears, got none. Pass those that take "
                              "the module's first argument.")  # fmt: skip
 
-    def _linears(self, module: nn.Module, ranks: int) -> dict[str, nn.Linear]:
-        return {n: self._columns(module.get_submodule(n), ranks, self.multiple_of, n) for n in self.names}
-
     def split_dims(self, module: nn.Module, ranks: int) -> dict[str, int]:
         split: dict[str, int] = {}
-        for name, linear in self._linears(module, ranks).items():
+        for name in self.names:
+            linear = self._columns(self._linear(module.get_submodule(name), name), ranks, self.multiple_of)
             split |= _split_columns(linear, f"{name}.")
         return split
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         comm = comm_of(device_mesh)
-        linears = self._linears(module, comm.get_size())
+        children = [(name, module.get_submodule(name)) for name in self.names]
+        linears = [self._columns(self._base_linear(child, name), comm.get_size(), self.multiple_of)
+                   for name, child in children]  # fmt: skip
         shared = _Gather(self._sequence(comm), self.argument)
         layers = []
-        for index, linear in enumerate(linears.values()):
+        for index, linear in enumerate(linears):
             self._synchronize(linear, comm)
             layer = _SharedColumn.from_linear(linear, device_mesh, gather_dim=self.sequence_dim, **self.options)
             layer.shared, layer.index = shared, index
             layers.append(layer)
         for name in ("weight", "bias"):  # multiplied as one
             join([(layer, name) for layer in layers])
-        shared.layers = [become(linear, layer) for linear, layer in zip(linears.values(), layers, strict=True)]
+        for linear, layer in zip(linears, layers, strict=True):
+            shared.layers.append(become(linear, layer))
+            self._remember(linear, comm)
+        for (_, child), linear in zip(children, linears, strict=True):
+            if child is not linear:
+                split_adapters(child, self.src_data_rank)
         module.register_forward_pre_hook(shared.begin, with_kwargs=True)
         module.register_forward_hook(shared.end, always_call=True)
         return module
+
+
+def split_adapters(lora: Any, src_data_rank: int | None = 0) -> None:
+    """Splits the adapters of a LoRA layer whose base layer is split, or replicates those of a replicated one.
+
+        base layer            lora_A [r, in_features]           lora_B [out_features, r]
+        ColumnParallelLinear  whole                             rows are split as the base's
+        RowParallelLinear     columns are split as the base's   whole
+
+    With sequence parallelism the r features of a column-parallel layer are gathered in place of its input. Partial sums
+    of a row-parallel layer are reduced over the r features, as the base's over all.
+    """
+    base = lora.get_base_layer()
+    layout = layout_of(base)
+    if layout is None or layout.mesh is None:
+        return
+    mesh, comm = layout.mesh, layout.comm
+    is_column, is_row = isinstance(base, ColumnParallelLinear), isinstance(base, RowParallelLinear)
+    for name in new_adapters(lora):
+        whole = [lora.lora_A[name], lora.lora_B[name]]
+        style: Style = SequenceParallel()
+        is_partial = bool(layout.partial)
+        if is_column or is_row:
+            options = {"sequence_parallel": base.sequence_parallel,
+                       "algorithm": "sequential" if base.algorithm == "sequential" else "auto"}  # fmt: skip
+            if is_column:
+                style = ColumnParallel(sequence_dim=base.gather_dim, gather_output=base.gather_output, **options)
+            else:
+                style = RowParallel(sequence_dim=base.scatter_dim, input_is_parallel=base.input_is_parallel, **options)
+            is_partial = base.sequence_parallel
+            style.sequence, style.src_data_rank = style._sequence_of(base, comm), src_data_rank
+            style._apply(whole.pop(1 if is_column else 0), mesh)
+            _split_dropout(lora, name, base, style.sequence)
+        style.src_data_rank = src_data_rank
+        for linear in whole:
+            style._replicate(linear, mesh, is_partial=is_partial)
+    if isinstance(base, _SharedColumn) and base.sequence_parallel and not vars(base).get("_passes_rows"):
+        lora.register_forward_pre_hook(base.shared.pass_rows)
+        base._passes_rows = True
+
+
+def _split_dropout(lora: Any, name: str, base: Any, sequence: SharedSequence) -> None:
+    rank, size = base.comm.get_rank(), base.comm.get_size()
+
+    def rows(x: Tensor) -> tuple[list[int], Any]:
+        dim, shape = base.gather_dim, list(x.shape)
+        shape[dim] = sequence.gathered_rows(shape[dim])
+        return shape, lambda whole: sequence.own_rows(whole, dim, rank)
+
+    def features(x: Tensor) -> tuple[list[int], Any]:
+        return [*x.shape[:-1], x.size(-1) * size], lambda whole: whole.chunk(size, -1)[rank]
+
+    if isinstance(base, ColumnParallelLinear) and base.sequence_parallel:
+        split_dropout(lora, name, rows)
+    elif isinstance(base, RowParallelLinear) and base.input_is_parallel:
+        split_dropout(lora, name, features)

@@ -33,6 +33,9 @@ class SharedSequence:
         self.size, self.is_shared = comm.get_size(), is_shared
         self._open: _Open | None = None
 
+    def __deepcopy__(self, _: object) -> SharedSequence:
+        return self  # as the hooks of a copied model do
+
     def start(self, x: Tensor, dim: int, owner: object) -> Tensor:
         """Returns the padded sequence, and remembers its true length for the layers that follow."""
         length = x.size(dim)
@@ -88,6 +91,11 @@ class SharedSequence:
         if not missing or torch.compiler.is_compiling() or self._open is None or x.size(dim) != self._open.length:
             return x
         return _pad(x, dim, missing)
+
+    def own_rows(self, whole: Tensor, dim: int, rank: int) -> Tensor:
+        """Returns the rows of a rank of a sequence of true length."""
+        missing = -whole.size(dim) % self.size
+        return (_pad(whole, dim, missing) if missing else whole).chunk(self.size, dim)[rank]
 
 
 def _pad(x: Tensor, dim: int, rows: int) -> Tensor:

@@ -9,9 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torch_overlap.nn.layout import comm_of
+from torch_overlap.nn.styles.adapters import parallelize_adapters, refuse_plain_parameters
 from torch_overlap.nn.styles.base import Style, matching_modules
+from torch_overlap.nn.styles.lora import expect_adapters
 from torch_overlap.nn.styles.padding import SharedSequence
-from torch_overlap.nn.styles.pretrained import gather_when_saved, is_pretrained
+from torch_overlap.nn.styles.pretrained_state import mark_parallel
 
 
 class Replicated(Style):
@@ -35,7 +37,9 @@ def parallelize(
     """Applies a plan to a model, and replicates all parameters that the plan does not name. Collective.
 
     Afterwards every parameter is a DTensor of `mesh`, and state_dict() has DTensors of whole tensors. Of a model of
-    transformers, `save_pretrained`, called by all ranks, writes whole tensors on rank 0.
+    transformers, `save_pretrained`, called by all ranks, writes whole tensors on rank 0. LoRA adapters of PEFT in the
+    model are split with their linears; for those that are added later see `parallelize_adapters`. A forward pass with
+    plain parameters, of modules that were added later, raises StateError.
 
     Args:
         model: the unsharded model, the same code on all ranks.
@@ -47,8 +51,9 @@ def parallelize(
 
     Raises:
         TypeError, ValueError: as the styles do; a key matches no module; a parameter that two modules share would be
-            split in two ways.
+            split in two ways; an adapter of PEFT that is not plain LoRA on a linear.
     """
+    expect_adapters(model)
     for key in plan:
         if not any(True for _ in matching_modules(model, key)):
             raise ValueError(f"parallelize: expected module names of {type(model).__name__} as the keys of the plan, "
@@ -62,7 +67,8 @@ def parallelize(
     finally:
         for style in styles:
             style.sequence = None
+    parallelize_adapters(model, src_data_rank=src_data_rank)
     parallelize_module(model, mesh, Replicated(), src_data_rank=src_data_rank)
-    if is_pretrained(model):
-        gather_when_saved(model, mesh.size())
+    mark_parallel(model, mesh.size())
+    refuse_plain_parameters(model)
     return model

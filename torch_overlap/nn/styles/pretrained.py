@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections import defaultdict
 from typing import Any
@@ -18,29 +17,13 @@ from torch_overlap.nn.layout import comm_of
 from torch_overlap.nn.styles.base import Style, matching_modules
 from torch_overlap.nn.styles.embedding import VocabularyParallel
 from torch_overlap.nn.styles.linear import ColumnParallel, RowParallel, SharedGather
+from torch_overlap.nn.styles.lora import expect_adapters, inner_modules, peft_prefix
+from torch_overlap.nn.styles.pretrained_state import is_pretrained
 from torch_overlap.nn.styles.sequence import GatherSequence, SequenceParallel, ShardInput
 
 _COLUMNS = {"colwise": False, "colwise_gather_output": True}  # word of a tp_plan -> gather_output
 _ROWS = {"rowwise": True, "rowwise_split_input": False}  # -> input_is_parallel
 _PARTIAL = ("replicated_with_grad_allreduce",)
-
-
-def is_pretrained(model: nn.Module) -> bool:
-    """Returns True for a model of transformers."""
-    return any(cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
-               for cls in type(model).__mro__)  # fmt: skip
-
-
-def gather_when_saved(model: Any, ranks: int) -> None:
-    """Sets the config that makes save_pretrained gather DTensors. Does nothing before transformers 5.
-
-    It is not a part of the config's files.
-    """
-    try:
-        distributed = importlib.import_module("transformers.distributed.configuration_utils")
-    except ImportError:
-        return
-    model.config.distributed_config = distributed.DistributedConfig(tp_size=ranks, tp_plan={})
 
 
 class ParallelLoss(Style):
@@ -82,6 +65,13 @@ class Plan(dict[str, ParallelStyle]):
         super().__init__()
         self.notes: list[str] = []
 
+    def under(self, prefix: str) -> Plan:
+        """Returns the plan of a model whose module at `prefix` this plan is for."""
+        plan = Plan()
+        plan.update({f"{prefix}{name}".rstrip("."): style for name, style in self.items()})
+        plan.notes = self.notes
+        return plan
+
     def __str__(self) -> str:
         styles = [f"{name}: {type(style).__name__}" for name, style in self.items()]
         return "\n".join([*styles, *self.notes])
@@ -114,9 +104,17 @@ def plan_for(
         ValueError: the tp_plan has a rule that no style serves, or with sequence_parallel a module that may or may not
             work on rows of its own.
     """
+    prefix = peft_prefix(model)
+    if prefix:
+        plan = plan_for(
+            model.get_submodule(prefix[:-1]), ranks, sequence_parallel=sequence_parallel, gather_logits=gather_logits,
+            **options,
+        )  # fmt: skip
+        return plan.under(prefix)
     if not getattr(model, "tp_plan", None) or not is_pretrained(model):
         raise TypeError(f"plan_for: expected a model of transformers with a tp_plan, got {type(model).__name__}. Write "
                         "a plan of the names of its layers; see torch_overlap.nn.styles.")  # fmt: skip
+    expect_adapters(model)
     return _Planner(model, ranks, sequence_parallel, gather_logits, options).make()
 
 
@@ -133,6 +131,7 @@ class _Planner:
     def make(self) -> Plan:
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         ends = {name: m for name, m in self.modules.items() if m is head or m is embedding}
+        self._expect_rules()
         if self.sequence_parallel:
             self._split_sequence(ends)
         self._add_layers(ends)
@@ -172,6 +171,23 @@ class _Planner:
                 multiple_of=1 if gathers else int(getattr(example, "head_dim", 1)), **self.options,
             )  # fmt: skip
 
+    def _expect_rules(self) -> None:
+        """Refuses parameters without a rule beside split projections: each rank would have a part of their gradient."""
+        split = {rule.rpartition(".")[0] for rule, word in self.rules.items() if word in ("colwise", "rowwise")}
+        for parent in sorted(split - {""}):
+            _, module = next(matching_modules(self.model, parent), ("", None))
+            if module is None:
+                continue
+            inner = inner_modules(module)
+            for name, child in module.named_modules():
+                pattern = f"{parent}.{name}" if name else parent
+                if name in inner or (name and pattern in self.rules):
+                    continue
+                for parameter, _ in child.named_parameters(recurse=False):
+                    raise ValueError(f"plan_for: expected a rule in the tp_plan of {type(self.model).__name__} for "
+                                     f"'{pattern}', which works beside split projections, got none for its "
+                                     f"'{parameter}'. Write a plan by hand.")  # fmt: skip
+
     def _row_options(self) -> dict[str, Any]:
         return {name: value for name, value in self.options.items() if name != "keep_gathered"}
 
@@ -200,8 +216,12 @@ class _Planner:
         (path,) = layers
         first = self.modules[f"{path}.0"]
         self.plan[f"{path}.0"] = ShardInput(argument=_first_argument(first))
+        inner = inner_modules(first)
         for name, module in first.named_modules():
-            if not any(True for _ in module.parameters(recurse=False)) or f"{path}.*.{name}" in self.rules:
+            if not name and any(True for _ in module.parameters(recurse=False)):
+                raise ValueError(f"plan_for: expected no parameters of the layers of {type(self.model).__name__} "
+                                 "themselves, got some. Use sequence_parallel=False, or write a plan by hand.")  # fmt: skip
+            if name in inner or not any(True for _ in module.parameters(recurse=False)) or f"{path}.*.{name}" in self.rules:
                 continue
             if "." in name or isinstance(module, nn.Linear):
                 if self._is_replicated(f"{path}.*.{name}"):

@@ -1,0 +1,125 @@
+"""Megatron-core's layers on overlapped operators: a BackendSpecProvider.
+
+The layers are subclasses of Megatron's, so initialization, skip_bias_add, sharded_state_dict and arguments are theirs.
+Their products run as `all_gather_matmul` and `matmul_reduce_scatter` with sequence parallelism, as `matmul_all_reduce`
+without. The tensor-parallel group must be of the backend "torch_overlap".
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_overlap import ops
+from torch_overlap._c10d import comm_from_group
+from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
+
+
+def spec_provider(algorithm: str = "auto") -> Any:
+    """Returns a BackendSpecProvider of Megatron-core whose linear layers overlap communication with their products.
+
+    Everything but the linear layers is that of Megatron's LocalSpecProvider. Expert layers, and layers whose weights
+    Megatron gathers itself (GTP), compute as Megatron's. With `gradient_accumulation_fusion` gradients of weights are
+    added to `main_grad`, after the product and without APEX.
+
+    Args:
+        algorithm: of the operators; see torch_overlap.ops.
+    """
+    return _provider(algorithm)()
+
+
+@functools.cache
+def _provider(algorithm: str) -> Any:
+    layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
+    backends: Any = importlib.import_module("megatron.core.models.backends")
+
+    class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
+        def __init__(self, *args: Any, config: Any, **options: Any) -> None:
+            _make(super().__init__, self, args, config, options)
+
+        def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+            weight = _with_main_grad(self, weight)
+            is_split = options["sequence_parallel"] or options["allreduce_dgrad"]
+            if not is_split or not _is_ours(self) or options.get("grad_output_buffer") is not None:
+                options["gradient_accumulation_fusion"] = False
+                result: Tensor = super()._forward_impl(input, weight, bias=bias, **options)
+                return result
+            comm = comm_from_group(self.tp_group, input.device)
+            if options["sequence_parallel"]:
+                return ops.all_gather_matmul(input, [weight], comm, [bias], algorithm=algorithm)[0][0]
+            return copy_matmul(input, [weight], [bias], comm, algorithm)[0]
+
+    class RowParallelLinear(layers.RowParallelLinear):  # type: ignore[misc]
+        def __init__(self, *args: Any, config: Any, **options: Any) -> None:
+            _make(super().__init__, self, args, config, options)
+
+        def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
+            options["gradient_accumulation_fusion"] = False
+            result: Tensor = super()._forward_impl(input, _with_main_grad(self, weight), *args, **options)
+            return result
+
+        def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+            if not _is_ours(self):
+                result: tuple[Tensor, Tensor | None] = super().forward(input_)
+                return result
+            comm, weight = comm_from_group(self.tp_group, input_.device), _with_main_grad(self, self.weight)
+            x = input_ if self.input_is_parallel else local_shard(input_, -1, comm)
+            if self.sequence_parallel:
+                y = ops.matmul_reduce_scatter(x, weight, comm, algorithm=algorithm)
+            else:
+                y = sum_matmul(x, weight, None, comm, algorithm)
+            if self.skip_bias_add:
+                return y, self.bias
+            return (y if self.bias is None else y + self.bias), None
+
+    class OverlapSpecProvider(backends.LocalSpecProvider):  # type: ignore[misc]
+        def column_parallel_linear(self) -> type:
+            return ColumnParallelLinear
+
+        def row_parallel_linear(self) -> type:
+            return RowParallelLinear
+
+    return OverlapSpecProvider
+
+
+def _make(make: Any, layer: Any, args: tuple[Any, ...], config: Any, options: dict[str, Any]) -> None:
+    """Constructs a layer of Megatron, which expects APEX for the fusion that `_with_main_grad` does instead."""
+    plain = copy.copy(config)
+    plain.gradient_accumulation_fusion = False
+    make(*args, config=plain, **options)
+    layer.config, layer.gradient_accumulation_fusion = config, config.gradient_accumulation_fusion
+
+
+def _is_ours(layer: Any) -> bool:
+    return not layer.explicit_expert_comm and layer.gtp_remat_size == 1 and layer.tp_group.size() > 1
+
+
+def _with_main_grad(layer: Any, weight: Tensor) -> Tensor:
+    if not layer.gradient_accumulation_fusion or not weight.requires_grad or not torch.is_grad_enabled():
+        return weight
+    wrapped: Tensor = _MainGrad.apply(weight)  # type: ignore[no-untyped-call]
+    return wrapped
+
+
+class _MainGrad(torch.autograd.Function):
+    """The identity, whose backward pass adds the gradient to `main_grad` of the weight, as Megatron's fused product."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+        weight = ctx.weight
+        weight.main_grad.add_(grad)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        # Megatron's hook ignores the values of .grad, but runs only if there is one.
+        weight.grad_added_to_main_grad = True
+        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
