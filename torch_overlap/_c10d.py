@@ -10,19 +10,21 @@ and:
   ranks and each tag. The first message creates it, without waiting for the other rank. A rank has at most 64 with tags.
   Messages therefore match by tag, in any order of issue. A message of a batch matches a message of a batch on the other
   rank, and a single message matches a single message. `recv` from any source works on the CPU only.
+- Written tensors keep their version counters, as with torch's own backends; operations of a TorchComm advance them.
 - `torch.distributed.monitored_barrier` and `_set_pg_timeout` accept only torch's own backends. Call the group's methods
   instead: `group.monitored_barrier(timeout)`, `group.set_timeout(timeout)`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from torch_overlap._C import TorchComm
+    from torch_overlap._C import BackendOptions, TorchComm
 
 BACKEND_NAME = "torch_overlap"
 
@@ -30,7 +32,8 @@ BACKEND_NAME = "torch_overlap"
 def _make_group(c10d_options: Any, pg_options: Any) -> Any:
     """Returns the backend of a new process group, one object for all its device types. Called by c10d.
 
-    `pg_options` are BackendOptions, or the finished backend, over an existing communicator (see device_mesh).
+    `pg_options` are BackendOptions, ProcessGroupNCCL.Options, or the finished backend, over an existing communicator
+    (see device_mesh).
     """
     from torch_overlap import _tuning
     from torch_overlap._C import BackendOptions, InvalidTypeError, _BackendWrapper
@@ -38,10 +41,12 @@ def _make_group(c10d_options: Any, pg_options: Any) -> Any:
 
     if isinstance(pg_options, _BackendWrapper):
         return pg_options
+    if _is_nccl_options(pg_options):
+        pg_options = _from_nccl_options(pg_options)
     if pg_options is not None and not isinstance(pg_options, BackendOptions):
         raise InvalidTypeError(
-            f"init_process_group: expected a torch_overlap.BackendOptions for pg_options, got {describe(pg_options)}; "
-            "leave it out or make one"
+            "init_process_group: expected a torch_overlap.BackendOptions or ProcessGroupNCCL.Options for pg_options, "
+            f"got {describe(pg_options)}; leave it out or make one"
         )
     _tuning.load_once()
     return _BackendWrapper._make_group(
@@ -51,6 +56,31 @@ def _make_group(c10d_options: Any, pg_options: Any) -> Any:
         c10d_options.group_id,
         c10d_options.timeout,
         pg_options,
+    )
+
+
+# Fields of NCCLConfig that are hints of the NCCL backend under the same names. `blocking` is not: NCCL's calls are
+# always bounded by the timeout here.
+_NCCL_HINTS = ("cga_cluster_size", "min_ctas", "max_ctas", "net_name", "split_share", "traffic_class", "collnet_enable",
+               "cta_policy", "shrink_share", "nvls_ctas", "n_channels_per_net_peer", "nvlink_centric_sched",
+               "comm_name")  # fmt: skip
+_NCCL_UNDEFINED = (None, -(2**31))  # NCCL_CONFIG_UNDEF_PTR and NCCL_CONFIG_UNDEF_INT
+
+
+def _is_nccl_options(pg_options: Any) -> bool:
+    import torch.distributed as dist
+
+    return dist.is_nccl_available() and isinstance(pg_options, dist.ProcessGroupNCCL.Options)
+
+
+def _from_nccl_options(options: Any) -> BackendOptions:
+    """Returns the same settings for this backend. Those of NCCL's config reach CUDA communicators only."""
+    from torch_overlap._C import BackendOptions
+
+    fields = {name: getattr(options.config, name, None) for name in _NCCL_HINTS}
+    return BackendOptions(
+        is_high_priority_stream=options.is_high_priority_stream,
+        cuda_hints={name: str(value) for name, value in fields.items() if value not in _NCCL_UNDEFINED},
     )
 
 
@@ -105,10 +135,46 @@ def comm_from_group(group: ProcessGroup | None = None, device: torch.device | st
     )
 
 
+class _Devices(Sequence[str]):
+    """The types of devices that the backend serves: "cuda" only if the machine has a GPU.
+
+    Callers of torch.distributed take a group's devices from this list, and then put tensors there. It is evaluated when
+    a group is made: a search for GPUs at import would initialize CUDA before the process forks.
+    """
+
+    def __init__(self) -> None:
+        self._is_registered = False
+
+    def registered(self) -> None:
+        """Called after the registration, which takes all types."""
+        self._is_registered = True
+
+    def _types(self) -> list[str]:
+        import torch
+
+        return ["cpu", "cuda"] if not self._is_registered or torch.cuda.is_available() else ["cpu"]
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self._types()[index]
+
+    def __len__(self) -> int:
+        return len(self._types())
+
+    def __repr__(self) -> str:
+        return repr(self._types())
+
+
 def register() -> None:
     """Registers the backend with torch.distributed. No-op in a torch without it, and on a second call."""
     import torch.distributed as dist
 
     if not dist.is_available() or BACKEND_NAME in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(BACKEND_NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
+    devices = _Devices()
+    # torch declares a list, and only iterates over it.
+    dist.Backend.register_backend(BACKEND_NAME, _make_group, extended_api=True, devices=devices)  # type: ignore[arg-type]
+    devices.registered()

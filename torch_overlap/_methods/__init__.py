@@ -44,7 +44,7 @@ _METHODS: dict[type, Sequence[Callable[..., Any]]] = {
     _C.TorchWork: [works.wait, works.wait_blocking, works.is_completed, works.status, works.exception],
     _C.BatchSendRecv: [works.send, works.recv, works.issue],
     _C.RemovableHandle: [works.remove],
-    _C._BackendWrapper: [c10d.get_comm],
+    _C._BackendWrapper: [c10d.get_comm, c10d.new_window],
 }
 for _owner, _all in _METHODS.items():
     for _function in _all:
@@ -56,6 +56,8 @@ _set_constructor(_C.BackendOptions, c10d.constructor_of_options)
 _set_constructor(_C._BackendWrapper, c10d.constructor_of_wrapper)
 for _kind in values.OP_OPTIONS:
     _set_constructor(_kind, values.constructor_of_options)
+for _kind in values.TAGGED_OPTIONS:
+    _set_constructor(_kind, values.constructor_of_tagged_options)
 setattr(_C.ReduceOp, "PREMUL_SUM", staticmethod(checked(values.PREMUL_SUM, "ReduceOp.PREMUL_SUM")))  # noqa: B010
 
 get_comm = checked(values.get_comm)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 
-from torch_overlap._C import BackendOptions, TorchComm, _BackendWrapper
+from torch_overlap._C import BackendOptions, TorchComm, TorchCommWindow, _BackendWrapper
 
 
 def constructor_of_options(init: Callable[..., None]) -> Callable[..., None]:
@@ -19,8 +20,9 @@ def constructor_of_options(init: Callable[..., None]) -> Callable[..., None]:
         is_high_priority_stream: bool | None = None,
         abort_process_on_timeout_or_error: bool | None = None,
         timeout: timedelta | None = None,
+        cuda_hints: Mapping[str, str] | None = None,
     ) -> None:
-        init(self, backends, hints, is_high_priority_stream, abort_process_on_timeout_or_error, timeout)
+        init(self, backends, hints, is_high_priority_stream, abort_process_on_timeout_or_error, timeout, cuda_hints)
 
     return __init__
 
@@ -35,3 +37,8 @@ def constructor_of_wrapper(init: Callable[..., None]) -> Callable[..., None]:
 def get_comm(self: _BackendWrapper, device: torch.device | None = None) -> TorchComm:
     """Returns the communicator for tensors on `device`. Creates it if necessary, which is collective."""
     return self._get_comm(device)
+
+
+def new_window(self: _BackendWrapper, tensor: Tensor | None = None) -> TorchCommWindow:
+    """Makes a window over the ranks of the group. Collective. See TorchComm.new_window."""
+    return self._get_comm(None if tensor is None else tensor.device).new_window(tensor)

@@ -38,9 +38,10 @@ def send(
     hints: Mapping[str, str] | None = None,
     timeout: timedelta | None = None,
     options: SendOptions | None = None,
+    tag: int | None = None,
 ) -> TorchWork:
     """Sends `tensor` to rank `dst`, whose recv must have the same number of bytes. Any dtype."""
-    return self._send(tensor, dst, async_op, hints, timeout, options)
+    return self._send(tensor, dst, async_op, hints, timeout, options, tag)
 
 
 def recv(
@@ -51,9 +52,10 @@ def recv(
     hints: Mapping[str, str] | None = None,
     timeout: timedelta | None = None,
     options: RecvOptions | None = None,
+    tag: int | None = None,
 ) -> TorchWork:
     """Receives into `tensor` from rank `src`. Sends and receives between two ranks match in order."""
-    return self._recv(tensor, src, async_op, hints, timeout, options)
+    return self._recv(tensor, src, async_op, hints, timeout, options, tag)
 
 
 def broadcast(

@@ -11,10 +11,8 @@ from torch import Tensor
 from torch_overlap import _C
 from torch_overlap._C import CommOptions, P2POp, P2POpType, RedOpType, ReduceOp, TorchComm, TorchCommWindow
 
-# Option classes of the operations. All have the same constructor.
+# Option classes of the operations whose constructor takes hints and a timeout, and of those that also take a tag.
 OP_OPTIONS: tuple[type, ...] = (
-    _C.SendOptions,
-    _C.RecvOptions,
     _C.BroadcastOptions,
     _C.AllReduceOptions,
     _C.ReduceOptions,
@@ -31,11 +29,12 @@ OP_OPTIONS: tuple[type, ...] = (
     _C.GatherSingleOptions,
     _C.BatchP2POptions,
 )
+TAGGED_OPTIONS: tuple[type, ...] = (_C.SendOptions, _C.RecvOptions)
 
 
 def constructor_of_p2p(init: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: P2POp, type: P2POpType, tensor: Tensor, peer: int) -> None:
-        init(self, type, tensor, peer)
+    def __init__(self: P2POp, type: P2POpType, tensor: Tensor, peer: int, tag: int = 0) -> None:
+        init(self, type, tensor, peer, tag)
 
     return __init__
 
@@ -50,6 +49,15 @@ def constructor_of_reduce_op(init: Callable[..., None]) -> Callable[..., None]:
 def constructor_of_options(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, hints: Mapping[str, str] | None = None, timeout: timedelta | None = None) -> None:
         init(self, hints, timeout)
+
+    return __init__
+
+
+def constructor_of_tagged_options(init: Callable[..., None]) -> Callable[..., None]:
+    def __init__(
+        self: Any, hints: Mapping[str, str] | None = None, timeout: timedelta | None = None, tag: int = 0
+    ) -> None:
+        init(self, hints, timeout, tag)
 
     return __init__
 

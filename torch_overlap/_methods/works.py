@@ -46,14 +46,14 @@ def exception(self: TorchWork) -> BaseException | None:
     return self._exception()
 
 
-def send(self: BatchSendRecv, tensor: Tensor, dst: int) -> None:
+def send(self: BatchSendRecv, tensor: Tensor, dst: int, tag: int = 0) -> None:
     """Adds a send to rank `dst`."""
-    self._send(tensor, dst)
+    self._send(tensor, dst, tag)
 
 
-def recv(self: BatchSendRecv, tensor: Tensor, src: int) -> None:
+def recv(self: BatchSendRecv, tensor: Tensor, src: int, tag: int = 0) -> None:
     """Adds a receive from rank `src`."""
-    self._recv(tensor, src)
+    self._recv(tensor, src, tag)
 
 
 def issue(

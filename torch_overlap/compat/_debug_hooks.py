@@ -33,7 +33,8 @@ class FlightRecorderHook:
 
     Args:
         max_entries: number of calls to keep, if isolated.
-        isolated: if True, keeps separate records of the communicators that it is registered with, from registration on.
+        isolated: if True, keeps separate records of the communicators that it is registered with, from registration on,
+            and of those that their splits make.
             Otherwise shows the recorder of the process (torch_overlap.flight_recorder), which has the calls of all
             communicators.
     """
@@ -71,29 +72,42 @@ class FlightRecorderHook:
 
 
 class clog:
-    """Structured log of calls, with one JSON object per line, appended to a file.
+    """Structured log of calls, appended to a file: one JSON object per line, or torchcomms' text.
 
     Args:
         output: the file. Several processes may share one: a line is written whole.
         events: any of "Q" (queued: issued, with all its arguments), "S" (started), "E" (ended, with state and
             duration), "ALL", "NONE". Calls that a CUDA graph captures have only a Q.
         verbose: "buffers" adds the addresses of the tensors to Q.
+        format: "json", or "text": torchcomms' format, version 1, for tools that read it. It has no W lines (a wait of
+            the host) and no lines for replays of CUDA graphs.
 
-    Lines contain "event", "time_ns", "comm", "rank", "id" (the same in all lines of one call) and "op".
+    Lines of JSON contain "event", "time_ns", "comm", "rank", "id" (the same in all lines of one call) and "op".
+
+    Raises:
+        InvalidValueError: an event, a word of verbose or the format is unknown.
+        InvalidTypeError: events or verbose is a string.
+        Error: the file cannot be opened.
     """
 
     def __init__(
-        self, output: str | os.PathLike[str], events: Sequence[str] = ("ALL",), verbose: Sequence[str] = ()
+        self,
+        output: str | os.PathLike[str],
+        events: Sequence[str] = ("ALL",),
+        verbose: Sequence[str] = (),
+        format: str = "json",
     ) -> None:
         for what, given in (("events", events), ("verbose", verbose)):
             if isinstance(given, str):
                 raise InvalidTypeError(f"clog: expected {what} as a list of strings, got '{given}'; write ['{given}']")
-        self._log = _CallLog(os.fspath(output), list(events), list(verbose))
+        if format not in ("json", "text"):
+            raise InvalidValueError(f"clog: expected format 'json' or 'text', got '{format}'")
+        self._log = _CallLog(os.fspath(output), list(events), list(verbose), format == "text")
         # The interpreter does not destroy objects of modules at exit: lines that are still buffered must be flushed.
         _open_logs.add(self)
 
     def register_with_comm(self, comm: TorchComm) -> RemovableHandle:
-        """Logs the calls of `comm` from now on."""
+        """Logs the calls of `comm`, and of the communicators that its splits make, from now on."""
         return self._log.attach(comm)
 
     def flush(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from torch_overlap._C import OpName, P2POp, ReduceOp, TorchWork
+from torch_overlap._C import OpName, P2POp, ReduceOp, TorchComm, TorchWork
 from torch_overlap.compat._debug_hooks import FlightRecorderHook, HealthCheck, NanCheckHook, clog
 
 __all__ = [
@@ -319,7 +319,9 @@ class BatchOpIssuePostHookArgs(CollectivePostHookArgs):
 
 @dataclass(frozen=True)
 class SplitPostHookArgs(CollectivePostHookArgs):
-    """Called after a split; it has no work."""
+    """Called after a split; it has no work. `new_comm` is None if this rank is not a member."""
+
+    new_comm: TorchComm | None = None
 
 
 @dataclass(frozen=True)
@@ -379,6 +381,10 @@ def _make_pre_args(name: OpName, fields: dict[str, Any]) -> PreHookArgs:
     return args
 
 
-def _make_post_args(name: OpName, error: BaseException | None, work: TorchWork | None) -> PostHookArgs:
+def _make_post_args(
+    name: OpName, error: BaseException | None, work: TorchWork | None, new_comm: TorchComm | None
+) -> PostHookArgs:
+    if name is OpName.split:
+        return SplitPostHookArgs(name, error, work, new_comm)
     args: PostHookArgs = _POST[name.name](name, error, work)
     return args

@@ -131,6 +131,7 @@ struct Call {
   std::shared_ptr<const RmsNorm> norm;      // for an all_reduce whose backend has_rms_norm()
   int root = -1;                            // of the primitives that have one
   int peer = -1;                            // of a send or recv, and of the operations of windows
+  bool bumps_versions = true;               // see OpOptions
   bool is_compared = false;                 // with the calls of the other ranks: see mismatch.h
   std::shared_ptr<SymmetricMemory> window;  // lives until the operation is done
   int64_t offset = 0;

@@ -10,6 +10,7 @@
 #include "torch_overlap/base/emitter.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/hooks.h"
+#include "torch_overlap/comm/torch_comm.h"
 
 namespace torch_overlap {
 namespace {
@@ -63,19 +64,52 @@ void describe(Emitter& out, const CallRecord& record) {
   out.end_list();
 }
 
+class JsonFormatter final : public LogFormatter {
+ public:
+  std::string queued(const Call& call, bool has_buffers) override {
+    const CallRecord& record = *call.record;
+    const auto out = begin_line("Q", record, record.created_ns);
+    describe(*out, record);
+    if (has_buffers) {
+      out->key("buffers");
+      out->begin_list();
+      for (const at::Tensor& tensor : call.tensors()) {
+        out->integer(static_cast<int64_t>(reinterpret_cast<intptr_t>(tensor.data_ptr())));
+      }
+      out->end_list();
+    }
+    return end_line(*out);
+  }
+  std::string started(const CallRecord& record) override {
+    return end_line(*begin_line("S", record, record.started_ns().value_or(0)));
+  }
+  std::string ended(const CallRecord& record) override {
+    const int64_t ended = record.ended_ns().value_or(0);
+    const auto out = begin_line("E", record, ended);
+    out->field("state", to_string(record.state()));
+    const int64_t began = record.started_ns().value_or(record.created_ns);
+    out->field("duration_ms", static_cast<double>(ended - began) * 1e-6);
+    if (const auto error = record.error()) out->field("error", *error);
+    return end_line(*out);
+  }
+};
+
 }  // namespace
+
+std::unique_ptr<LogFormatter> make_json_formatter() { return std::make_unique<JsonFormatter>(); }
 
 std::shared_ptr<CallLog> CallLog::open(const std::string& path,
                                        const std::vector<std::string>& events,
-                                       const std::vector<std::string>& verbose) {
+                                       const std::vector<std::string>& verbose, LogFormat format) {
   Events asked;
   for (const std::string& event : events) {
+    const bool is_all = event == "ALL" || event == "LIFECYCLE";
     TORCH_OVERLAP_CHECK(
-        event == "Q" || event == "S" || event == "E" || event == "ALL" || event == "NONE", kValue,
-        "clog: expected events among Q, S, E, ALL and NONE, got '", event, "'");
-    asked.queued |= event == "Q" || event == "ALL";
-    asked.started |= event == "S" || event == "ALL";
-    asked.ended |= event == "E" || event == "ALL";
+        event == "Q" || event == "S" || event == "E" || is_all || event == "NONE", kValue,
+        "clog: expected events among Q, S, E, ALL, LIFECYCLE and NONE, got '", event, "'");
+    asked.queued |= event == "Q" || is_all;
+    asked.started |= event == "S" || is_all;
+    asked.ended |= event == "E" || is_all;
   }
   for (const std::string& what : verbose) {
     TORCH_OVERLAP_CHECK(what == "buffers", kValue, "clog: expected verbose among 'buffers', got '",
@@ -84,14 +118,19 @@ std::shared_ptr<CallLog> CallLog::open(const std::string& path,
   const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   TORCH_OVERLAP_CHECK(file >= 0, kRuntime, "clog: expected a file that can be written, got '", path,
                       "': ", std::strerror(errno));
-  return std::shared_ptr<CallLog>(new CallLog(path, file, asked, !verbose.empty()));
+  return std::shared_ptr<CallLog>(new CallLog(path, file, asked, !verbose.empty(), format));
 }
 
-CallLog::CallLog(std::string path, int file, Events events, bool has_buffers)
+CallLog::CallLog(std::string path, int file, Events events, bool has_buffers, LogFormat format)
     : events_(events),
       has_buffers_(has_buffers),
+      formatter_(format == LogFormat::kText ? make_text_formatter() : make_json_formatter()),
+      is_immediate_(format == LogFormat::kText),
       lines_(new Lines(std::move(path), file)),
-      writer_([lines = lines_] { write(*lines); }) {}
+      writer_([lines = lines_] { write(*lines); }) {
+  add(formatter_->opened());
+  if (is_immediate_) flush();
+}
 
 CallLog::~CallLog() {
   if (!process_.is_current()) {
@@ -107,45 +146,30 @@ CallLog::~CallLog() {
   ::close(lines_->file);
 }
 
-uint64_t CallLog::attach(Hooks& hooks) {
-  return hooks.record.add([self = shared_from_this()](const Call& call) { self->on_queued(call); });
+uint64_t CallLog::attach(TorchComm& comm, const TorchComm* parent) {
+  const auto record = [](const TorchComm& of) { return of.membership()->context.record; };
+  add(formatter_->attached(*record(comm), parent != nullptr ? record(*parent).get() : nullptr));
+  if (is_immediate_) flush();
+  return comm.hooks().record.add(
+      [self = shared_from_this()](const Call& call) { self->on_queued(call); });
 }
 
 void CallLog::on_queued(const Call& call) {
-  const CallRecord& record = *call.record;
   if (events_.started || events_.ended) call.record->observers.push_back(weak_from_this());
-  if (!events_.queued) return;
-  const auto out = begin_line("Q", record, record.created_ns);
-  describe(*out, record);
-  if (has_buffers_) {
-    out->key("buffers");
-    out->begin_list();
-    for (const at::Tensor& tensor : call.tensors()) {
-      out->integer(static_cast<int64_t>(reinterpret_cast<intptr_t>(tensor.data_ptr())));
-    }
-    out->end_list();
-  }
-  add(end_line(*out));
+  if (events_.queued) add(formatter_->queued(call, has_buffers_));
+  if (is_immediate_) flush();
 }
 
 void CallLog::on_started(const CallRecord& record) noexcept {
-  if (!events_.started) return;
-  add(end_line(*begin_line("S", record, record.started_ns().value_or(0))));
+  if (events_.started) add(formatter_->started(record));
 }
 
 void CallLog::on_ended(const CallRecord& record) noexcept {
-  if (!events_.ended) return;
-  const int64_t ended = record.ended_ns().value_or(0);
-  const auto out = begin_line("E", record, ended);
-  out->field("state", to_string(record.state()));
-  const int64_t began = record.started_ns().value_or(record.created_ns);
-  out->field("duration_ms", static_cast<double>(ended - began) * 1e-6);
-  if (const auto error = record.error()) out->field("error", *error);
-  add(end_line(*out));
+  if (events_.ended) add(formatter_->ended(record));
 }
 
 void CallLog::add(std::string line) noexcept {
-  if (!process_.is_current()) return;
+  if (line.empty() || !process_.is_current()) return;
   {
     std::lock_guard lock(lines_->mutex);
     lines_->waiting.push_back(std::move(line));

@@ -127,7 +127,8 @@ void TorchComm::check_tag(const Checker& check, int tag) const {
   TORCH_OVERLAP_CHECK(tag == 0 || has_tags(), kUnsupported, check.op,
                       ": expected tag 0 on backend '", backend_name_,
                       "', which sends no tags, got ", tag,
-                      "; messages between two ranks match in order of issue");
+                      "; messages between two ranks match in order of issue, and "
+                      "torch.distributed's send and recv have tags on every device");
 }
 
 bool TorchComm::has_tags() const { return membership()->backend->has_tags(); }
@@ -206,12 +207,12 @@ WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
   return issue(check, std::move(call), async_op, options);
 }
 
-void BatchSendRecv::send(const at::Tensor& tensor, int dst) {
-  ops_.push_back({P2POp::Type::SEND, tensor, dst});
+void BatchSendRecv::send(const at::Tensor& tensor, int dst, int tag) {
+  ops_.push_back({P2POp::Type::SEND, tensor, dst, tag});
 }
 
-void BatchSendRecv::recv(const at::Tensor& tensor, int src) {
-  ops_.push_back({P2POp::Type::RECV, tensor, src});
+void BatchSendRecv::recv(const at::Tensor& tensor, int src, int tag) {
+  ops_.push_back({P2POp::Type::RECV, tensor, src, tag});
 }
 
 WorkPtr BatchSendRecv::issue(bool async_op, const BatchP2POptions& options) {

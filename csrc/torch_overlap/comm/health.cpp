@@ -5,9 +5,13 @@
 #include <algorithm>
 #include <exception>
 #include <map>
+#include <string>
+#include <utility>
 
 #include "torch_overlap/base/emitter.h"
+#include "torch_overlap/base/strings.h"
 #include "torch_overlap/comm/recorder.h"
+#include "torch_overlap/comm/recorder_dump.h"
 
 namespace torch_overlap {
 namespace {
@@ -45,25 +49,80 @@ void write(Emitter& out, const CommHealth& health) {
   out.end_dict();
 }
 
+using Request = c10d::control_plane::Request;
+using Response = c10d::control_plane::Response;
+
+void answer(Response& response, int status, std::string text, const char* type = "text/plain") {
+  response.setContent(std::move(text), type);
+  response.setStatus(status);
+}
+
+void answer_json(Response& response, std::string text) {
+  answer(response, 200, std::move(text), "application/json");
+}
+
 // Registers a query that torch's control plane (torch.distributed.elastic.control_plane) can send
 // to a worker.
-void handle(const std::string& name, std::string (*answer)()) {
-  const auto handler = [answer](const c10d::control_plane::Request&,
-                                c10d::control_plane::Response& response) {
-    response.setContent(answer(), "application/json");
-    response.setStatus(200);
-  };
+void handle(const std::string& name, const c10d::control_plane::HandlerFunc& handler) {
   try {
     c10d::control_plane::registerHandler(name, handler);
-  } catch (const std::exception&) {  // loaded twice: the first handler stays
+  } catch (const std::exception&) {  // loaded twice, or torchcomms has it: the first handler stays
   }
 }
 
+bool is_healthy() {
+  const auto all = health();
+  return std::all_of(all.begin(), all.end(),
+                     [](const CommHealth& one) { return one.is_healthy(); });
+}
+
+std::string process_trace(bool include_completed) {
+  return trace(
+      FlightRecorder::of_process(),
+      {.include_completed = include_completed, .include_stacks = false, .all_ranks = true});
+}
+
+// Parameters: includecollectives (default true) and onlyactive (default false).
+void answer_trace(const Request& request, Response& response) {
+  bool has_collectives = true;
+  bool is_only_active = false;
+  for (const auto& [name, value] : request.params()) {
+    bool* const flag = name == "includecollectives" ? &has_collectives
+                       : name == "onlyactive"       ? &is_only_active
+                                                    : nullptr;
+    if (flag == nullptr || (value != "true" && value != "false")) {
+      return answer(response, 400,
+                    concat("torchcomms_fr_trace_json: expected includecollectives or onlyactive ",
+                           "with true or false, got ", name, "=", value));
+    }
+    *flag = value == "true";
+  }
+  if (has_collectives) return answer_json(response, process_trace(!is_only_active));
+  answer_json(response, trace(FlightRecorder(0), {.all_ranks = true}));
+}
+
+// Writes a dump on another thread.
+void answer_dump(const Request& /*request*/, Response& response) {
+  if (comm_records().empty()) {
+    return answer(response, 503,
+                  "torchcomms_fr_dump_file: expected a communicator, got none; make one first");
+  }
+  dump_trace_async("torchcomms_fr_dump_file");
+  answer(response, 200, "Flight recorder dump requested");
+}
+
+// The last three have torchcomms' names and answers.
 const bool is_registered = [] {
-  handle("torch_overlap_health", &health_json);
-  handle("torch_overlap_flight_recorder", [] {
-    return trace(FlightRecorder::of_process(), {.include_stacks = false, .all_ranks = true});
+  handle("torch_overlap_health",
+         [](const Request&, Response& response) { answer_json(response, health_json()); });
+  handle("torch_overlap_flight_recorder", [](const Request&, Response& response) {
+    answer_json(response, process_trace(/*include_completed=*/true));
   });
+  handle("torchcomms_health_check", [](const Request&, Response& response) {
+    answer_json(response, is_healthy() ? R"({"healthy": true})" : R"({"healthy": false})");
+  });
+  handle("torchcomms_fr_trace_json", &answer_trace);
+  handle("torchcomms_fr_dump_file", &answer_dump);
   return true;
 }();
 

@@ -15,6 +15,8 @@
 
 namespace torch_overlap {
 
+class TorchComm;
+
 // Argument of the hooks. `call` is null for split, new_window and finalize; `ranks` and
 // `split_name` are for split.
 struct HookEvent {
@@ -26,6 +28,8 @@ struct HookEvent {
   // For the post-hook: the operation's work, or a null work if it could not be issued. The pointer
   // is null without `call`.
   const std::shared_ptr<TorchWork>* work = nullptr;
+  // For the post-hook of a split: the new communicator, null if this rank is not a member.
+  const std::shared_ptr<TorchComm>* child = nullptr;
 };
 
 // An ordered list of callbacks that may change while it runs. A call runs the callbacks that were
@@ -92,6 +96,8 @@ struct Hooks {
   // Runs after the pre-hooks for every operation that is about to be launched. The call has its
   // record.
   HookList<void(const Call&)> record;
+  // Runs when a split has made a communicator, before it is returned.
+  HookList<void(const std::shared_ptr<TorchComm>& child)> split;
 
   // Runs `body`, then the post-hooks with the exception that the body threw, if any, and rethrows
   // it.

@@ -30,11 +30,18 @@ inline constexpr Milliseconds kMaxTimeout = std::chrono::hours(365 * 24);
 struct OpOptions {
   Hints hints;
   Milliseconds timeout{0};
+  // False for torch.distributed, whose backends do not mark tensors as written for autograd.
+  bool bumps_versions = true;
 };
 
 // One class per operation, so that the options of one are not passed to another by accident.
-struct SendOptions : OpOptions {};
-struct RecvOptions : OpOptions {};
+// A tag other than 0 needs a backend with tags; see TorchComm::has_tags.
+struct SendOptions : OpOptions {
+  int tag = 0;
+};
+struct RecvOptions : OpOptions {
+  int tag = 0;
+};
 struct BroadcastOptions : OpOptions {};
 struct AllReduceOptions : OpOptions {};
 struct ReduceOptions : OpOptions {};

@@ -278,7 +278,9 @@ std::string dump_trace_of(const FlightRecorder& recorder, int rank, bool include
   for (const auto& record : recorder.records()) {
     if (record->comm->thread_rank) options.thread_rank = rank;
   }
-  std::string path = concat(Env::recorder_file(), rank);
+  // A name that is read at the dump is the whole name, as in torchcomms.
+  std::string path =
+      Env::recorder_dynamic_file() ? Env::recorder_file() : concat(Env::recorder_file(), rank);
   write_file(path, trace(recorder, options));
   return path;
 }

@@ -85,6 +85,7 @@ class TraceWriter {
     if (!options_.reason.empty()) out_.field("reason", options_.reason);
     out_.field("time_dumped_ns", now_ns());
     write_comms();
+    write_status();
     out_.key("entries");
     out_.begin_list();
     for (const CallRecordPtr& record : records_) write_call(*record);
@@ -139,6 +140,29 @@ class TraceWriter {
       out_.field("collectives", comm->collectives.load(std::memory_order_relaxed));
       out_.field("p2p", comm->p2p.load(std::memory_order_relaxed));
       if (const auto why = comm->failure()) out_.field("failure", *why);
+      out_.end_dict();
+    }
+    out_.end_dict();
+  }
+
+  // The last collective of each communicator, by its number in the entries ("pg_id").
+  void write_status() {
+    out_.key("pg_status");
+    out_.begin_dict();
+    for (size_t i = 0; i < comms_.size(); ++i) {
+      uint64_t started = 0;
+      uint64_t completed = 0;
+      for (const CallRecordPtr& record : records_) {
+        if (record->comm != comms_[i] || !record->is_collective()) continue;
+        if (record->started_ns()) started = std::max(started, record->collective_seq);
+        if (!record->is_pending()) completed = std::max(completed, record->collective_seq);
+      }
+      out_.key(std::to_string(i));
+      out_.begin_dict();
+      out_.field("last_enqueued_collective",
+                 comms_[i]->collectives.load(std::memory_order_relaxed));
+      out_.field("last_started_collective", started);
+      out_.field("last_completed_collective", completed);
       out_.end_dict();
     }
     out_.end_dict();

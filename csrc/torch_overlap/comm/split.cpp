@@ -3,6 +3,8 @@
 #include <set>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/call_record.h"
+#include "torch_overlap/comm/recorder.h"
 #include "torch_overlap/comm/registry.h"
 #include "torch_overlap/comm/regroup_rendezvous.h"
 #include "torch_overlap/comm/store_bootstrap.h"
@@ -82,10 +84,41 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::function<SplitArguments()
     if (store) store->publish(concat("!", error.what()));
     throw;
   }
+  std::shared_ptr<TorchComm> child;
+  event.child = &child;
+  const auto record = record_split(*members, event.id);
   return hooks_->run_with_post_hook(event, [&] {
-    return split_checked(*members, store.get(), sequence, arguments.ranks, arguments.name,
-                         arguments.options);
+    try {
+      child = split_checked(*members, store.get(), sequence, arguments.ranks, arguments.name,
+                            arguments.options);
+    } catch (...) {
+      if (record) record->ended(std::current_exception());
+      throw;
+    }
+    if (record) record->ended(nullptr);
+    if (child) hooks_->split(child);
+    return child;
   });
+}
+
+// Records the split like a call, so that a dump shows a rank that waits in it. It has the number of
+// the collective before it.
+std::shared_ptr<CallRecord> TorchComm::record_split(const Membership& members, uint64_t id) const {
+  FlightRecorder& recorder = FlightRecorder::of_process();
+  if (!recorder.is_enabled() && hooks_->record.empty()) return nullptr;
+  const BackendContext& context = members.context;
+  Call call;
+  call.name = OpName::split;
+  call.primitive = Primitive::barrier;
+  call.id = id;
+  call.sequence = context.record->collectives.load(std::memory_order_relaxed);
+  call.timeout = context.timeout();
+  call.comm = name();
+  call.record = std::make_shared<CallRecord>(call, context.record);
+  hooks_->record(call);
+  recorder.add(call.record);
+  call.record->started();
+  return call.record;
 }
 
 void TorchComm::agree_on_split(const Membership& members, StoreBootstrap* store,

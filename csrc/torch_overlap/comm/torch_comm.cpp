@@ -1,10 +1,8 @@
 #include "torch_overlap/comm/torch_comm.h"
 
-#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
 #include <numeric>
 
 #include "torch_overlap/base/env.h"
@@ -13,6 +11,7 @@
 #include "torch_overlap/collectives/select.h"
 #include "torch_overlap/comm/mismatch.h"
 #include "torch_overlap/comm/process_abort.h"
+#include "torch_overlap/comm/profile.h"
 #include "torch_overlap/comm/recorder.h"
 #include "torch_overlap/comm/recorder_dump.h"
 #include "torch_overlap/comm/registry.h"
@@ -24,19 +23,6 @@ namespace torch_overlap {
 namespace {
 
 std::atomic<uint64_t> next_op_id{0};
-
-// Returns the name of the operation's span in a profile, e.g. "TorchComm::all_reduce". The text
-// lives as long as the process.
-const char* profiler_name(OpName name) {
-  const auto& names = lazy_leaky_singleton([] {
-    std::array<std::string, kNumOpNames> made;
-    for (size_t i = 0; i < made.size(); ++i) {
-      made[i] = concat("TorchComm::", to_string(static_cast<OpName>(i)));
-    }
-    return made;
-  });
-  return names[static_cast<size_t>(name)].c_str();
-}
 
 // Returns "comm_0", "comm_1", ... Ranks must make their communicators in the same order, and so get
 // the same names. Ranks that are threads, which pass their rank explicitly, are counted separately.
@@ -182,6 +168,7 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
   TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue, to_string(call.name),
                       ": expected a timeout >= 0, got ", options.timeout.count(), " ms");
   call.async_op = async_op;
+  call.bumps_versions = options.bumps_versions;
   const BackendContext& context = check.members->context;
   call.timeout = options.timeout.count() > 0 ? std::min(options.timeout, kMaxTimeout)
                                              : context.options.timeout;
@@ -190,7 +177,6 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
   call.custom_collectives = hints.custom_collectives.value_or(context.options.custom_collectives);
   call.id = allocate_op_id();
   call.comm = name();
-  RECORD_FUNCTION(profiler_name(call.name), c10::ArrayRef<const c10::IValue>{});
   const Membership& members = *check.members;
   if (hooks_->pre.empty() && hooks_->post.empty()) return launch(members, std::move(call));
 
@@ -203,7 +189,8 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
 
 WorkPtr TorchComm::launch(const Membership& members, Call call) {
   call.sequence = members.context.record->next_sequence_number(call.primitive);
-  call.bump_versions(members.context.rank);
+  const ProfileScope profile(call, *members.context.record);
+  if (call.bumps_versions) call.bump_versions(members.context.rank);
   call.detach_tensors();
   FlightRecorder& recorder = FlightRecorder::of_process();
   if (!recorder.is_enabled() && hooks_->record.empty()) {

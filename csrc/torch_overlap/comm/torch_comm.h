@@ -95,8 +95,9 @@ struct ReconfigureOptions {
 // single tensor are equal consecutive pieces of its memory, in rank order.
 //
 // Autograd does not record these operations (torch.ops.torch_overlap has those that it does). Every
-// tensor that is written gets a new version, so a backward that saved it fails. A leaf that
-// requires a gradient is accepted without torch.no_grad(), as in torch.distributed.
+// tensor that is written gets a new version, so a backward that saved it fails, unless the options
+// say otherwise. A leaf that requires a gradient is accepted without torch.no_grad(), as in
+// torch.distributed.
 //
 // Threads: any thread may call any function; operations are ordered by when they acquire the lock.
 // All ranks must issue collectives in the same order.
@@ -140,7 +141,7 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
                int tag = 0);
   WorkPtr recv(const Tensor& tensor, int src, bool async_op, const OpOptions& options = {},
                int tag = 0);
-  // True on the CPU (backends gloo and local). NCCL messages carry no tag.
+  // True for the backends gloo, local and fake. NCCL messages carry no tag.
   bool has_tags() const;
   // Issues all operations at once, so that none waits for another: any pattern of sends and
   // receives that match over the ranks completes. Throws on an empty batch.
@@ -329,6 +330,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
                                            uint64_t sequence, const std::vector<int>& ranks,
                                            const std::optional<std::string>& name,
                                            const OpOptions& options);
+  // Null if nothing records calls.
+  std::shared_ptr<CallRecord> record_split(const Membership& members, uint64_t id) const;
   void drop_attachments();
   std::vector<std::shared_ptr<CommAttachment>> attachments() const;
 
@@ -356,8 +359,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
 class TORCH_OVERLAP_API BatchSendRecv {
  public:
   explicit BatchSendRecv(std::shared_ptr<TorchComm> comm) : comm_(std::move(comm)) {}
-  void send(const at::Tensor& tensor, int dst);
-  void recv(const at::Tensor& tensor, int src);
+  void send(const at::Tensor& tensor, int dst, int tag = 0);
+  void recv(const at::Tensor& tensor, int src, int tag = 0);
   // Issues the added operations, and leaves the batch empty.
   WorkPtr issue(bool async_op, const BatchP2POptions& options = {});
   const std::vector<P2POp>& ops() const { return ops_; }

@@ -13,12 +13,13 @@ void register_batch(py::module_& module) {
       .finalize();
 
   py::class_<P2POp>(module, "P2POp", "One send or receive of a batch.")
-      .def(py::init([](P2POp::Type type, const at::Tensor& tensor, int64_t peer) {
-        return P2POp{type, tensor, to_int("P2POp", "peer", peer)};
+      .def(py::init([](P2POp::Type type, const at::Tensor& tensor, int64_t peer, int64_t tag) {
+        return P2POp{type, tensor, to_int("P2POp", "peer", peer), to_int("P2POp", "tag", tag)};
       }))
       .def_readonly("type", &P2POp::type, "SEND or RECV.")
       .def_readonly("tensor", &P2POp::tensor, "The tensor that is sent, or received into.")
-      .def_readonly("peer", &P2POp::peer, "The peer's rank.");
+      .def_readonly("peer", &P2POp::peer, "The peer's rank.")
+      .def_readonly("tag", &P2POp::tag, "The tag: messages match among those of one tag.");
 
   py::class_<BatchSendRecv, std::shared_ptr<BatchSendRecv>>(
       module, "BatchSendRecv",
@@ -26,10 +27,14 @@ void register_batch(py::module_& module) {
       "pattern that matches across the ranks completes. TorchComm.batch_op_create() makes it; "
       "issue() empties it.",
       py::release_gil_before_calling_cpp_dtor())
-      .def("_send", [](BatchSendRecv& self, const at::Tensor& tensor,
-                       int64_t dst) { self.send(tensor, to_int("send", "dst", dst)); })
-      .def("_recv", [](BatchSendRecv& self, const at::Tensor& tensor,
-                       int64_t src) { self.recv(tensor, to_int("recv", "src", src)); })
+      .def("_send",
+           [](BatchSendRecv& self, const at::Tensor& tensor, int64_t dst, int64_t tag) {
+             self.send(tensor, to_int("send", "dst", dst), to_int("send", "tag", tag));
+           })
+      .def("_recv",
+           [](BatchSendRecv& self, const at::Tensor& tensor, int64_t src, int64_t tag) {
+             self.recv(tensor, to_int("recv", "src", src), to_int("recv", "tag", tag));
+           })
       .def("_issue",
            [](BatchSendRecv& self, const py::handle& async_op, const py::handle& options,
               const py::handle& hints, const py::handle& timeout) {

@@ -1,6 +1,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "torch_overlap/base/errors.h"
@@ -33,11 +34,12 @@ constexpr const char* kAbort = "abort_process_on_timeout_or_error";
 OptionsPtr make_options(const py::object& backends, const py::object& hints,
                         const py::object& is_high_priority_stream,
                         const py::object& abort_process_on_timeout_or_error,
-                        const py::object& timeout) {
+                        const py::object& timeout, const py::object& cuda_hints) {
   auto options = c10::make_intrusive<BackendOptions>(
       to_timeout(kOptions, timeout).value_or(kBackendDefaultTimeout));
   if (!backends.is_none()) options->backends = to_hints(kOptions, backends, "backends");
   options->comm.hints = to_hints(kOptions, hints);
+  options->cuda_hints = to_hints(kOptions, cuda_hints, "cuda_hints");
   options->comm.is_high_priority_stream =
       to_bool_or_none(kOptions, kPriority, is_high_priority_stream);
   options->comm.abort_process_on_timeout_or_error =
@@ -54,6 +56,13 @@ BackendWrapper::CommPtr comm_of(BackendWrapper& self, std::optional<c10::Device>
   return comms.front();
 }
 
+bool supports_window(const BackendWrapper& self) {
+  const auto comms = self.comms();
+  return std::any_of(comms.begin(), comms.end(), [](const BackendWrapper::CommPtr& comm) {
+    return comm->membership()->backend->has_windows();
+  });
+}
+
 constexpr const char* kOptionsDoc =
     R"(pg_options of init_process_group and new_group for the backend "torch_overlap".
 
@@ -64,6 +73,7 @@ Args:
     hints, is_high_priority_stream, abort_process_on_timeout_or_error: as in torch_overlap.new_comm.
     timeout: timedelta that DeviceMesh passes to the groups that it creates. init_process_group and
         new_group have a timeout of their own, which overrides this one.
+    cuda_hints: as hints, of CUDA communicators only; they override hints.
 
 Raises:
     InvalidTypeError: an argument does not have the documented type.
@@ -93,6 +103,13 @@ void register_c10d(py::module_& module) {
             self.comm.hints = to_hints(kOptions, hints);
           },
           "Backend-specific strings, as a copy. Assign a dict to change them.")
+      .def_property(
+          "cuda_hints", [](const BackendOptions& self) { return self.cuda_hints; },
+          [](BackendOptions& self, const py::object& hints) {
+            self.cuda_hints = to_hints(kOptions, hints, "cuda_hints");
+          },
+          "Backend-specific strings of CUDA communicators only, which override `hints`, as a copy. "
+          "Assign a dict to change them.")
       .def_property(
           "is_high_priority_stream",
           [](const BackendOptions& self) { return self.comm.is_high_priority_stream; },
@@ -131,6 +148,8 @@ void register_c10d(py::module_& module) {
                   py::arg("timeout"), py::arg("options") = py::none())
       .def("_get_comm", &comm_of, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &BackendWrapper::getBackendOptions)
+      .def_property_readonly("supports_window", &supports_window,
+                             "True if a communicator of the group has windows.")
       .def_property_readonly("_store", &BackendWrapper::store)
       .def("split", &BackendWrapper::split, py::call_guard<py::gil_scoped_release>(),
            py::arg("store"), py::arg("ranks"), py::arg("options"))

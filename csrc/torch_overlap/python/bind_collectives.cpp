@@ -24,24 +24,33 @@ WorkPtr run(std::string_view op, const py::handle& async_op, const py::handle& h
   return without_gil([&] { return operation(is_async, merged); });
 }
 
+// The keyword takes precedence over the options. to_options() has checked the type of these.
+template <typename Options>
+int to_tag(std::string_view op, const std::optional<int64_t>& tag, const py::handle& options) {
+  if (tag) return to_int(op, "tag", *tag);
+  return py::isinstance<Options>(options) ? options.cast<const Options&>().tag : 0;
+}
+
 // Every operation ends with async_op, hints, timeout and options.
 using H = const py::handle&;
 
 void bind_in_place(py::class_<TorchComm, std::shared_ptr<TorchComm>>& comm) {
   comm.def("_send",
            [](TorchComm& self, const Tensor& tensor, int64_t dst, H async_op, H hints, H timeout,
-              H options) {
+              H options, const std::optional<int64_t>& tag) {
+             const int message_tag = to_tag<SendOptions>("send", tag, options);
              return run<SendOptions>(
                  "send", async_op, hints, timeout, options, [&](bool is_async, const OpOptions& o) {
-                   return self.send(tensor, to_int("send", "dst", dst), is_async, o);
+                   return self.send(tensor, to_int("send", "dst", dst), is_async, o, message_tag);
                  });
            })
       .def("_recv",
            [](TorchComm& self, const Tensor& tensor, int64_t src, H async_op, H hints, H timeout,
-              H options) {
+              H options, const std::optional<int64_t>& tag) {
+             const int message_tag = to_tag<RecvOptions>("recv", tag, options);
              return run<RecvOptions>(
                  "recv", async_op, hints, timeout, options, [&](bool is_async, const OpOptions& o) {
-                   return self.recv(tensor, to_int("recv", "src", src), is_async, o);
+                   return self.recv(tensor, to_int("recv", "src", src), is_async, o, message_tag);
                  });
            })
       .def("_broadcast",

@@ -5,13 +5,13 @@
 namespace torch_overlap::python {
 namespace {
 
-// factory(store, rank, size, timeout, hostname, interface) -> c10d Backend; see
+// factory(store, rank, size, timeout, hostname, interface, lazy) -> c10d Backend; see
 // torch_overlap/_gloo.py.
 void set_factory(py::function factory) {
   set_gloo_factory([shared = share(std::move(factory))](const GlooRequest& request) {
     const py::gil_scoped_acquire gil;
     return borrow(shared)(request.store, request.rank, request.size, from_timeout(request.timeout),
-                          request.hostname, request.interface)
+                          request.hostname, request.interface, request.lazy)
         .cast<c10::intrusive_ptr<c10d::Backend>>();
   });
 }

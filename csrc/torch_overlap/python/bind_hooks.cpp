@@ -26,7 +26,8 @@ py::object make_pre_args(const HookEvent& event, int size) {
 py::object make_post_args(const HookEvent& event, const std::exception_ptr& error) {
   return py::module_::import("torch_overlap.hooks")
       .attr("_make_post_args")(event.name, from_exception(error),
-                               event.work != nullptr ? py::cast(*event.work) : py::none());
+                               event.work != nullptr ? py::cast(*event.work) : py::none(),
+                               event.child != nullptr ? py::cast(*event.child) : py::none());
 }
 
 RemovableHandle register_pre_hook(const CommPtr& comm, py::function callback) {

@@ -10,20 +10,77 @@
 namespace torch_overlap::python {
 namespace {
 
+template <typename Options>
+constexpr bool kHasTag = requires(Options options) { options.tag; };
+
+template <typename Options>
+Options make_options(const char* name, const py::object& hints, const py::object& timeout) {
+  Options options;
+  options.hints = to_hints(name, hints);
+  options.timeout = to_timeout(name, timeout).value_or(Milliseconds{0});
+  return options;
+}
+
+template <typename Options>
+py::tuple state_of(const Options& options) {
+  if constexpr (kHasTag<Options>) {
+    return py::make_tuple(options.hints, options.timeout, options.tag);
+  } else {
+    return py::make_tuple(options.hints, options.timeout);
+  }
+}
+
+template <typename Options>
+Options from_state(const py::tuple& state) {
+  Options options;
+  if constexpr (kHasTag<Options>) {
+    std::tie(options.hints, options.timeout, options.tag) =
+        state.cast<std::tuple<Hints, Milliseconds, int>>();
+  } else {
+    std::tie(options.hints, options.timeout) = state.cast<std::tuple<Hints, Milliseconds>>();
+  }
+  return options;
+}
+
+template <typename Options>
+std::string repr(const char* name, const Options& options) {
+  std::string text = concat(name, "(hints=", std::string(py::repr(py::cast(options.hints))),
+                            ", timeout=", std::string(py::repr(from_timeout(options.timeout))));
+  if constexpr (kHasTag<Options>) text += concat(", tag=", options.tag);
+  return text + ")";
+}
+
+template <typename Options>
+void bind_tag(py::class_<Options>& options, const char* name) {
+  options
+      .def(py::init([name](const py::object& hints, const py::object& timeout, int64_t tag) {
+        auto made = make_options<Options>(name, hints, timeout);
+        made.tag = to_int(name, "tag", tag);
+        return made;
+      }))
+      .def_property(
+          "tag", [](const Options& self) { return self.tag; },
+          [name](Options& self, int64_t tag) { self.tag = to_int(name, "tag", tag); },
+          "Tag of the message, at least 0: messages between two ranks match among those of one "
+          "tag. NCCL has only 0.");
+}
+
 // One class per operation: options of another operation are refused.
 template <typename Options>
 void bind_op_options(py::module_& module, const char* name) {
-  py::class_<Options>(
+  py::class_<Options> options(
       module, name,
       "Options of one operation, passed as options=: `hints` (dict of backend-specific strings) "
-      "and `timeout` (timedelta; None or zero selects the communicator's). The keywords hints= and "
-      "timeout= of the operation override them.")
-      .def(py::init([name](const py::object& hints, const py::object& timeout) {
-        Options options;
-        options.hints = to_hints(name, hints);
-        options.timeout = to_timeout(name, timeout).value_or(Milliseconds{0});
-        return options;
-      }))
+      "and `timeout` (timedelta; None or zero selects the communicator's), and of a send or recv "
+      "its `tag`. The keywords of the operation with these names override them.");
+  if constexpr (kHasTag<Options>) {
+    bind_tag(options, name);
+  } else {
+    options.def(py::init([name](const py::object& hints, const py::object& timeout) {
+      return make_options<Options>(name, hints, timeout);
+    }));
+  }
+  options
       .def_property(
           "hints", [](const Options& self) { return from_hints(self.hints); },
           [name](Options& self, const py::object& hints) { self.hints = to_hints(name, hints); },
@@ -34,17 +91,8 @@ void bind_op_options(py::module_& module, const char* name) {
             self.timeout = to_timeout(name, timeout).value_or(Milliseconds{0});
           },
           "Timeout of the operation, as a timedelta. Zero selects the communicator's.")
-      .def(py::pickle([](const Options& self) { return py::make_tuple(self.hints, self.timeout); },
-                      [](const py::tuple& state) {
-                        Options options;
-                        std::tie(options.hints, options.timeout) =
-                            state.cast<std::tuple<Hints, Milliseconds>>();
-                        return options;
-                      }))
-      .def("__repr__", [name](const Options& self) {
-        return concat(name, "(hints=", std::string(py::repr(py::cast(self.hints))),
-                      ", timeout=", std::string(py::repr(from_timeout(self.timeout))), ")");
-      });
+      .def(py::pickle(&state_of<Options>, &from_state<Options>))
+      .def("__repr__", [name](const Options& self) { return repr(name, self); });
 }
 
 constexpr const char* kComm = "CommOptions";

@@ -12,15 +12,16 @@ namespace torch_overlap::python {
 class RemovableHandle {
  public:
   RemovableHandle(const std::shared_ptr<TorchComm>& comm, std::function<bool(Hooks&)> remove)
-      : comm_(comm), remove_(std::move(remove)) {}
+      : remove_([comm = std::weak_ptr<TorchComm>(comm), remove = std::move(remove)] {
+          if (const auto alive = comm.lock()) remove(alive->hooks());
+        }) {}
+  // For hooks of several communicators.
+  explicit RemovableHandle(std::function<void()> remove) : remove_(std::move(remove)) {}
 
-  void remove() {
-    if (const auto comm = comm_.lock()) remove_(comm->hooks());
-  }
+  void remove() { remove_(); }
 
  private:
-  std::weak_ptr<TorchComm> comm_;
-  std::function<bool(Hooks&)> remove_;
+  std::function<void()> remove_;
 };
 
 }  // namespace torch_overlap::python

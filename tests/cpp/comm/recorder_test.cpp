@@ -160,7 +160,7 @@ TEST(CallLog, WritesALineForEachEvent) {
   const Comm comm = fake_comm(2, 0, "logged");
   {
     const auto log = CallLog::open(path, {"Q", "E"}, {"buffers"});
-    const uint64_t id = log->attach(comm->hooks());
+    const uint64_t id = log->attach(*comm);
     comm->all_reduce(at::ones({2}), RedOpType::SUM, false);
     log->flush();
     EXPECT_TRUE(comm->hooks().record.remove(id));

@@ -88,7 +88,7 @@ def test_new_group_and_subgroups():
 
 
 def split(rank, size, store):
-    init(rank, size, store)
+    init(rank, size, store, "cpu:torch_overlap,cuda:torch_overlap")
     parent = dist.group.WORLD
     half = parent.split_group([0, 2] if rank % 2 == 0 else [1, 3], timeout=timedelta(seconds=47), group_name="half")
     assert (half.rank(), half.size()) == (rank // 2, 2)

@@ -76,10 +76,11 @@ using C10dWork = BackendWrapper::C10dWork;
 // --- In place ----------------------------------------------------------------------------------
 
 C10dWork BackendWrapper::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  if (tensors.size() > 1) return broadcast_several(tensors, opts);
   return operation([&] {
     const auto& tensor = only(tensors, "broadcast");
     const int root = int_rank(opts.rootRank);
-    WorkParts parts{.type = c10d::OpType::BROADCAST, .outputs = tensors};
+    WorkParts parts = begin_work(c10d::OpType::BROADCAST, tensors, tensors);
     const auto memory = root == getRank()
                             ? contiguous_input(tensor)
                             : contiguous_output(tensor, parts.copies, /*reads=*/false, "broadcast");
@@ -90,6 +91,7 @@ C10dWork BackendWrapper::broadcast(Tensors& tensors, const c10d::BroadcastOption
 }
 
 C10dWork BackendWrapper::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  if (tensors.size() > 1) return all_reduce_several(tensors, opts);
   (void)only(tensors, "all_reduce");
   return all_reduce_each(tensors, c10d::OpType::ALLREDUCE, opts);
 }
@@ -109,7 +111,7 @@ C10dWork BackendWrapper::all_reduce_each(Tensors& tensors, c10d::OpType type,
     TORCH_OVERLAP_CHECK(!tensors.empty(), kValue,
                         "all_reduce_coalesced: expected at least one tensor, got none");
     const auto op = from_c10d(opts.reduceOp);
-    WorkParts parts{.type = type, .outputs = tensors};
+    WorkParts parts = begin_work(type, tensors, tensors);
     for (const auto& memory :
          contiguous_output(tensors, parts.copies, /*reads=*/true, "all_reduce")) {
       parts.works.push_back(comm_for(memory.device())
@@ -123,7 +125,7 @@ C10dWork BackendWrapper::reduce(Tensors& tensors, const c10d::ReduceOptions& opt
   return operation([&] {
     const auto& tensor = only(tensors, "reduce");
     const int root = int_rank(opts.rootRank);
-    WorkParts parts{.type = c10d::OpType::REDUCE, .outputs = tensors};
+    WorkParts parts = begin_work(c10d::OpType::REDUCE, tensors, tensors);
     const auto memory = root == getRank()
                             ? contiguous_output(tensor, parts.copies, /*reads=*/true, "reduce")
                             : contiguous_input(tensor);
@@ -138,8 +140,9 @@ C10dWork BackendWrapper::reduce(Tensors& tensors, const c10d::ReduceOptions& opt
 
 C10dWork BackendWrapper::allgather(TensorLists& outputs, Tensors& inputs,
                                    const c10d::AllgatherOptions& opts) {
+  if (inputs.size() > 1) return all_gather_several(outputs, inputs, opts);
   return operation([&] {
-    WorkParts parts{.type = c10d::OpType::ALLGATHER, .outputs = only(outputs, "all_gather")};
+    WorkParts parts = begin_work(c10d::OpType::ALLGATHER, inputs, only(outputs, "all_gather"));
     const auto input = contiguous_input(only(inputs, "all_gather"));
     const auto targets = contiguous_output(
         parts.outputs, parts.copies, /*reads=*/false, "all_gather",
@@ -164,7 +167,7 @@ C10dWork BackendWrapper::allgather_coalesced(TensorLists& outputs, Tensors& inpu
                                              const c10d::AllgatherOptions& opts) {
   return operation([&] {
     // outputs[rank][i] becomes inputs[i] of that rank.
-    WorkParts parts{.type = c10d::OpType::ALLGATHER_COALESCED};
+    WorkParts parts = begin_work(c10d::OpType::ALLGATHER_COALESCED, inputs);
     for (size_t i = 0; i < inputs.size(); ++i) {
       for (const auto& of_rank : outputs) {
         TORCH_OVERLAP_CHECK(of_rank.size() == inputs.size(), kValue,
@@ -200,7 +203,7 @@ C10dWork BackendWrapper::gather_each(Tensors& outputs, Tensors& inputs, c10d::Op
                                      const c10d::AllgatherOptions& opts) {
   return operation([&] {
     check_pairs(outputs, inputs, "all_gather_into_tensor");
-    WorkParts parts{.type = type, .outputs = outputs};
+    WorkParts parts = begin_work(type, inputs, outputs);
     const auto sources = contiguous_input(inputs);
     const auto targets =
         contiguous_output(outputs, parts.copies, /*reads=*/false, "all_gather_into_tensor",
@@ -218,8 +221,8 @@ C10dWork BackendWrapper::gather(TensorLists& outputs, Tensors& inputs,
                                 const c10d::GatherOptions& opts) {
   return operation([&] {
     const int root = int_rank(opts.rootRank);
-    WorkParts parts{.type = c10d::OpType::GATHER,
-                    .outputs = root_list(outputs, root == getRank(), "gather")};
+    WorkParts parts =
+        begin_work(c10d::OpType::GATHER, inputs, root_list(outputs, root == getRank(), "gather"));
     const auto input = contiguous_input(only(inputs, "gather"));
     const auto targets =
         contiguous_output(parts.outputs, parts.copies, /*reads=*/false, "gather",
@@ -238,7 +241,7 @@ C10dWork BackendWrapper::scatter(Tensors& outputs, TensorLists& inputs,
   return operation([&] {
     const int root = int_rank(opts.rootRank);
     const auto list = contiguous_input(root_list(inputs, root == getRank(), "scatter"));
-    WorkParts parts{.type = c10d::OpType::SCATTER, .outputs = outputs};
+    WorkParts parts = begin_work(c10d::OpType::SCATTER, list, outputs);
     (void)only(outputs, "scatter");
     const auto target = contiguous_output(outputs, parts.copies, /*reads=*/false, "scatter",
                                           inputs_to_keep(outputs, list, root, is_index_of(root)))
@@ -254,7 +257,7 @@ C10dWork BackendWrapper::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ReduceScatterOptions& opts) {
   return operation([&] {
     const auto list = contiguous_input(only(inputs, "reduce_scatter"));
-    WorkParts parts{.type = c10d::OpType::REDUCE_SCATTER, .outputs = outputs};
+    WorkParts parts = begin_work(c10d::OpType::REDUCE_SCATTER, list, outputs);
     (void)only(outputs, "reduce_scatter");
     const auto target =
         contiguous_output(outputs, parts.copies, /*reads=*/false, "reduce_scatter",
@@ -287,7 +290,7 @@ C10dWork BackendWrapper::reduce_scatter_each(Tensors& outputs, Tensors& inputs, 
   return operation([&] {
     check_pairs(outputs, inputs, "reduce_scatter_tensor");
     const auto op = from_c10d(opts.reduceOp);
-    WorkParts parts{.type = type, .outputs = outputs};
+    WorkParts parts = begin_work(type, inputs, outputs);
     const auto sources = contiguous_input(inputs);
     const auto targets =
         contiguous_output(outputs, parts.copies, /*reads=*/false, "reduce_scatter_tensor",
@@ -310,7 +313,7 @@ C10dWork BackendWrapper::alltoall_base(at::Tensor& output, at::Tensor& input,
   return operation([&] {
     check_rows(output, output_splits, getSize(), "output");
     check_rows(input, input_splits, getSize(), "input");
-    WorkParts parts{.type = c10d::OpType::ALLTOALL_BASE, .outputs = {output}};
+    WorkParts parts = begin_work(c10d::OpType::ALLTOALL_BASE, {input}, {output});
     const auto source = contiguous_input(input);
     const auto target =
         contiguous_output(output, parts.copies, /*reads=*/false, "all_to_all_single");
@@ -328,7 +331,7 @@ C10dWork BackendWrapper::alltoall(Tensors& outputs, Tensors& inputs,
                                   const c10d::AllToAllOptions& opts) {
   return operation([&] {
     check_pairs(outputs, inputs, "all_to_all");
-    WorkParts parts{.type = c10d::OpType::ALLTOALL, .outputs = outputs};
+    WorkParts parts = begin_work(c10d::OpType::ALLTOALL, inputs, outputs);
     const auto sources = contiguous_input(inputs);
     const auto targets = contiguous_output(outputs, parts.copies, /*reads=*/false, "all_to_all");
     parts.works.push_back(
@@ -364,8 +367,7 @@ c10::Device BackendWrapper::barrier_device(const c10d::BarrierOptions& opts) con
 
 C10dWork BackendWrapper::barrier(const c10d::BarrierOptions& opts) {
   return operation([&] {
-    WorkParts parts;
-    parts.type = c10d::OpType::BARRIER;
+    WorkParts parts = begin_work(c10d::OpType::BARRIER, {});
     parts.blocks_host = true;
     parts.works.push_back(
         comm_for(barrier_device(opts))->barrier(opts.asyncOp, op_options(opts.timeout)));

@@ -72,6 +72,9 @@ BackendWrapper::CommPtr BackendWrapper::make_comm(const BackendOptions& group, M
   CommOptions options = group.comm;
   options.timeout = timeout;
   options.store = std::move(store);
+  if (device.is_cuda()) {
+    for (const auto& [key, value] : group.cuda_hints) options.hints.insert_or_assign(key, value);
+  }
   const std::string name = concat("c10d.", group.group_name, ".", type_name(device), suffix);
   return TorchComm::create(backend->second, device, name, options, who);
 }
@@ -157,6 +160,7 @@ c10::intrusive_ptr<c10d::Backend> BackendWrapper::split(
   child->timeout = options->timeout;
   if (const auto* ours = dynamic_cast<const BackendOptions*>(options.get())) {
     child->comm = ours->comm;
+    child->cuda_hints = ours->cuda_hints;
   }
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
   const bool member = mine != ranks.end();
@@ -173,6 +177,11 @@ c10::intrusive_ptr<c10d::Backend> BackendWrapper::split(
     OpOptions split_options;
     split_options.timeout = child->timeout;
     split_options.hints = child->comm.hints;
+    if (type == c10::kCUDA) {
+      for (const auto& [key, value] : child->cuda_hints) {
+        split_options.hints.insert_or_assign(key, value);
+      }
+    }
     auto comm = parent.comm->split(member ? ranks : std::vector<int>{}, name, split_options);
     if (comm) slots[type] = Slot{std::move(comm), /*eager=*/true};
   }
@@ -259,6 +268,7 @@ void BackendWrapper::monitoredBarrier(const c10d::BarrierOptions& opts, bool wai
 OpOptions BackendWrapper::op_options(Ms timeout) const {
   OpOptions options;
   options.timeout = timeout > Ms::zero() ? timeout : Ms(timeout_ms_->load());
+  options.bumps_versions = false;  // as torch's backends
   return options;
 }
 
@@ -274,6 +284,7 @@ BackendWrapper::C10dWork BackendWrapper::wrap(c10d::OpType type, std::vector<Wor
 BackendWrapper::C10dWork BackendWrapper::wrap(WorkParts parts) {
   parts.rank = getRank();
   parts.sequence = ++sequence_;
+  end_span(parts);
   if (!parts.works.empty()) {
     WorkPtr last = parts.works.back();
     const std::lock_guard lock(mutex_);

@@ -31,6 +31,8 @@ struct TORCH_OVERLAP_API BackendOptions final : c10d::Backend::Options {
   // Options of every communicator of the group, except for name, timeout and store, which the group
   // sets.
   CommOptions comm;
+  // Hints of CUDA communicators only, which override comm.hints.
+  Hints cuda_hints;
 };
 
 // The torch.distributed backend "torch_overlap": one rank's end of one process group.
@@ -45,7 +47,8 @@ struct TORCH_OVERLAP_API BackendOptions final : c10d::Backend::Options {
 // Messages between two ranks with equal tags match in order of issue. A receive from any rank is
 // supported on the CPU. Ranks exchange elements in their logical order, whatever the strides of
 // each rank's tensor. A tensor whose memory has another order is copied before the operation, after
-// it, or both. Outputs of one operation may alias; the data of the last one stays. With
+// it, or both. Outputs of one operation may alias; the data of the last one stays. Written tensors
+// keep their version counters, as with torch's backends. With
 // asyncOp=false, CUDA operations run on the current stream; a barrier blocks the host.
 //
 // Lifetime: shutdown() finalizes; the destructor aborts communicators that were not finalized.
@@ -168,6 +171,11 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
     }
   }
   C10dWork all_reduce_each(Tensors& tensors, c10d::OpType type, const c10d::AllreduceOptions& opts);
+  // Several tensors of one rank, which only torch's gloo backend takes: CPU only.
+  C10dWork broadcast_several(const Tensors& tensors, const c10d::BroadcastOptions& opts);
+  C10dWork all_reduce_several(const Tensors& tensors, const c10d::AllreduceOptions& opts);
+  C10dWork all_gather_several(const TensorLists& outputs, const Tensors& inputs,
+                              const c10d::AllgatherOptions& opts);
   C10dWork gather_each(Tensors& outputs, Tensors& inputs, c10d::OpType type,
                        const c10d::AllgatherOptions& opts);
   C10dWork reduce_scatter_each(Tensors& outputs, Tensors& inputs, c10d::OpType type,

@@ -55,7 +55,7 @@ bool is_dense_contiguous(const at::Tensor& tensor) {
          (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg());
 }
 
-// Returns a contiguous copy for an operation to write. Marks its target as written from now on.
+// Returns a contiguous copy for an operation to write.
 at::Tensor stage(const at::Tensor& tensor, std::vector<CopyBack>& copies, bool reads,
                  std::string_view op) {
   TORCH_OVERLAP_CHECK(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, kValue, op,
@@ -63,7 +63,6 @@ at::Tensor stage(const at::Tensor& tensor, std::vector<CopyBack>& copies, bool r
                       tensor.sizes(), " with strides ", tensor.strides(), "; call .clone() first");
   const at::Tensor staged = at::empty(tensor.sizes(), tensor.options());
   if (reads) staged.copy_(tensor);
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   copies.push_back({staged, tensor});
   return staged;
 }

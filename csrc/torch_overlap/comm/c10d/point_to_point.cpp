@@ -32,6 +32,7 @@ C10dWork BackendWrapper::issue_message(const P2POp& message) {
   const bool is_send = message.type == P2POp::Type::SEND;
   WorkParts parts{.type = is_send ? c10d::OpType::SEND : c10d::OpType::RECV,
                   .outputs = {message.tensor}};
+  parts.span = begin_span(parts.type, {message.tensor});
   const auto memory = is_send ? contiguous_input(message.tensor)
                               : contiguous_output(message.tensor, parts.copies, /*reads=*/false,
                                                   name_of(message.type));
@@ -55,6 +56,7 @@ C10dWork BackendWrapper::issue_message(const P2POp& message) {
                        [issue, parts, peer = is_send ? 1 : 0](TorchComm& comm) -> C10dWork {
                          WorkParts issued = parts;
                          issued.works.push_back(issue(comm, peer, /*tag=*/0));
+                         end_span(issued);
                          return c10::make_intrusive<WorkWrapper>(std::move(issued));
                        });
 }
@@ -92,6 +94,9 @@ C10dWork BackendWrapper::issue_batch(std::vector<P2POp> ops, WorkParts parts) {
   }
   if (!ops.empty()) {
     const auto comm = comm_for(ops.front().tensor.device());
+    Tensors tensors;
+    for (const P2POp& message : ops) tensors.push_back(message.tensor);
+    parts.span = begin_span(c10d::OpType::COALESCED, tensors);
     stage_batch(ops, parts.copies);
     parts.works.push_back(
         comm->batch_send_recv(std::move(ops), /*async_op=*/true, op_options(Ms(0))));

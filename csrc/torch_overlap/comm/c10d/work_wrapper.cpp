@@ -1,5 +1,6 @@
 #include "torch_overlap/comm/c10d/work_wrapper.h"
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/jit_type.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <utility>
 
 #include "torch_overlap/base/boundary.h"
 #include "torch_overlap/base/errors.h"
@@ -25,7 +27,85 @@ struct Countdown {
   std::exception_ptr error;
 };
 
+// Calls `done` once, when all works are done, with the first error.
+void when_all_done(const std::vector<WorkPtr>& works,
+                   const std::function<void(std::exception_ptr)>& done) {
+  if (works.empty()) return done(nullptr);
+  auto countdown = std::make_shared<Countdown>(works.size());
+  for (const auto& work : works) {
+    work->on_completion([countdown, done](std::exception_ptr error) {
+      if (error) {
+        const std::lock_guard lock(countdown->mutex);
+        if (!countdown->error) countdown->error = error;
+      }
+      if (countdown->left.fetch_sub(1) == 1) done(countdown->error);
+    });
+  }
+}
+
+// Names in profiles, which must live as long as the process. They are those of torch's backends.
+const char* span_name(c10d::OpType type) {
+  switch (type) {
+    case c10d::OpType::BROADCAST:
+      return "torch_overlap:broadcast";
+    case c10d::OpType::ALLREDUCE:
+    case c10d::OpType::ALLREDUCE_COALESCED:
+      return "torch_overlap:all_reduce";
+    case c10d::OpType::REDUCE:
+      return "torch_overlap:reduce";
+    case c10d::OpType::ALLGATHER:
+    case c10d::OpType::ALLGATHER_COALESCED:
+      return "torch_overlap:all_gather";
+    case c10d::OpType::_ALLGATHER_BASE:
+      return "torch_overlap:_all_gather_base";
+    case c10d::OpType::GATHER:
+      return "torch_overlap:gather";
+    case c10d::OpType::SCATTER:
+      return "torch_overlap:scatter";
+    case c10d::OpType::REDUCE_SCATTER:
+      return "torch_overlap:reduce_scatter";
+    case c10d::OpType::_REDUCE_SCATTER_BASE:
+      return "torch_overlap:_reduce_scatter_base";
+    case c10d::OpType::ALLTOALL:
+    case c10d::OpType::ALLTOALL_BASE:
+      return "torch_overlap:all_to_all";
+    case c10d::OpType::SEND:
+      return "torch_overlap:send";
+    case c10d::OpType::RECV:
+    case c10d::OpType::RECVANYSOURCE:
+      return "torch_overlap:recv";
+    case c10d::OpType::BARRIER:
+      return "torch_overlap:barrier";
+    default:
+      return "torch_overlap:coalesced";
+  }
+}
+
 }  // namespace
+
+Span begin_span(c10d::OpType type, at::ArrayRef<at::Tensor> inputs) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!callbacks) return nullptr;
+  auto span = std::make_shared<at::RecordFunction>(std::move(*callbacks));
+  if (!span->isActive()) return nullptr;
+  span->_setAsync();  // it may end on another thread
+  const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
+  span->before(span_name(type), &values);
+  return span;
+}
+
+WorkParts begin_work(c10d::OpType type, at::ArrayRef<at::Tensor> inputs,
+                     std::vector<at::Tensor> outputs) {
+  return {.type = type, .outputs = std::move(outputs), .span = begin_span(type, inputs)};
+}
+
+void end_span(WorkParts& parts) {
+  auto span = std::exchange(parts.span, nullptr);
+  if (!span) return;
+  if (!parts.works.empty() && parts.works.back()->stream()) return span->end();
+  const auto end = at::wrapPropagateTLSState([span] { span->end(); });
+  when_all_done(parts.works, [end](const std::exception_ptr&) { end(); });
+}
 
 WorkWrapper::WorkWrapper(WorkParts parts)
     : c10d::Work(parts.rank, parts.type), parts_(std::move(parts)) {
@@ -129,17 +209,7 @@ c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::stream_future(const c10::St
 }
 
 void WorkWrapper::when_done(const std::function<void(std::exception_ptr)>& done) {
-  if (parts_.works.empty()) return done(nullptr);
-  auto countdown = std::make_shared<Countdown>(parts_.works.size());
-  for (const auto& work : parts_.works) {
-    work->on_completion([countdown, done](std::exception_ptr error) {
-      if (error) {
-        const std::lock_guard lock(countdown->mutex);
-        if (!countdown->error) countdown->error = error;
-      }
-      if (countdown->left.fetch_sub(1) == 1) done(countdown->error);
-    });
-  }
+  when_all_done(parts_.works, done);
 }
 
 c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::getFuture() {

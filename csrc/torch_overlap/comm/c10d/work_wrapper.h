@@ -1,9 +1,11 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
 #include <c10/core/Event.h>
 
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -17,6 +19,11 @@ namespace torch_overlap {
 
 class WorkWrapper;
 
+// The event of one operation in a profile, from its call to its end: "torch_overlap:<op>", with its
+// inputs for their shapes. Null if no profiler is active.
+using Span = std::shared_ptr<at::RecordFunction>;
+TORCH_OVERLAP_API Span begin_span(c10d::OpType type, at::ArrayRef<at::Tensor> inputs);
+
 // The contents of a WorkWrapper.
 struct WorkParts {
   c10d::OpType type = c10d::OpType::UNKNOWN;
@@ -27,10 +34,18 @@ struct WorkParts {
   // finishes its own outputs.
   std::vector<c10::intrusive_ptr<WorkWrapper>> members{};
   bool blocks_host = false;  // wait() blocks the host on every device (barrier)
+  Span span{};
   int rank = -1;
   int source = -1;  // source rank of a recv
   uint64_t sequence = 0;
 };
+
+// Returns the parts of an operation that is about to be issued. Its event in a profile has begun.
+TORCH_OVERLAP_API WorkParts begin_work(c10d::OpType type, at::ArrayRef<at::Tensor> inputs,
+                                       std::vector<at::Tensor> outputs = {});
+// Ends the event of an operation that was issued: when its works are done on the CPU, at once on
+// CUDA, as NCCL's does.
+void end_span(WorkParts& parts);
 
 // c10d's handle of a TorchWork. On CPU wait() blocks the thread; on CUDA it orders the current
 // stream, and blocks the thread only with a timeout or for a barrier. isCompleted() queries the

@@ -39,6 +39,7 @@ class FakeBackend final : public Backend {
   void abort() override { aborted_.store(true); }
   bool is_aborted() const override { return aborted_.load(); }
   bool has_windows() const override { return true; }
+  bool has_tags() const override { return true; }
 
  private:
   const BackendContext context_;

@@ -24,6 +24,7 @@ struct GlooRequest {
   // TORCHCOMM_GLOO_INTERFACE.
   std::optional<std::string> hostname;
   std::optional<std::string> interface;
+  bool lazy = false;  // connect at the first message
 };
 
 // Creates torch's ProcessGroupGloo. The wheel ships it without its headers, so the Python package

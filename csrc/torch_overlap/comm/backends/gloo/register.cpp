@@ -39,19 +39,30 @@ std::optional<std::string> take(Hints& hints, const char* key) {
   return value;
 }
 
-// Listening address: at most one is set.
-struct ListenAddress {
+// `lazy`: ranks connect at their first message, which saves connections in large groups where not
+// all ranks exchange messages. At most one part of the address is set.
+struct GlooHints {
   std::optional<std::string> hostname;
   std::optional<std::string> interface;
+  bool lazy = false;
 };
 
-// Returns the address from the hints if either is set, otherwise the environment's.
-ListenAddress find_listen_address(Hints hints) {
-  ListenAddress address{.hostname = take(hints, "hostname"), .interface = take(hints, "interface")};
-  warn_unknown_hints(hints, "gloo", {"hostname", "interface"});
+// The address is that of the hints if either is set, otherwise the environment's.
+GlooHints read_hints(Hints hints) {
+  GlooHints address{.hostname = take(hints, "hostname"), .interface = take(hints, "interface")};
+  // Without a value that parses, torchcomms' hint means true.
+  if (const auto lazy = take(hints, "lazy")) {
+    address.lazy = lazy->empty() || parse_bool(*lazy, "hint lazy");
+  }
+  // Every communicator keeps the caller's store, and its keys are its own: nothing depends on it.
+  if (const auto text = take(hints, "persistent_store")) {
+    (void)parse_bool(*text, "hint persistent_store");
+  }
+  warn_unknown_hints(hints, "gloo", {"hostname", "interface", "lazy", "persistent_store"});
   if (!address.hostname && !address.interface) {
     const Env env = Env::read();
-    address = {.hostname = env.gloo_hostname(), .interface = env.gloo_interface()};
+    address.hostname = env.gloo_hostname();
+    address.interface = env.gloo_interface();
   }
   TORCH_OVERLAP_CHECK(!address.hostname || !address.interface, kValue,
                       "gloo: expected a hostname or an interface to listen on, got both ('",
@@ -60,13 +71,14 @@ ListenAddress find_listen_address(Hints hints) {
 }
 
 GlooRequest make_request(const BackendContext& context) {
-  ListenAddress address = find_listen_address(context.options.hints);
+  GlooHints hints = read_hints(context.options.hints);
   return {.store = context.store,
           .rank = context.rank,
           .size = context.size,
           .timeout = context.options.timeout,
-          .hostname = std::move(address.hostname),
-          .interface = std::move(address.interface)};
+          .hostname = std::move(hints.hostname),
+          .interface = std::move(hints.interface),
+          .lazy = hints.lazy};
 }
 
 // Bounds all connections together: gloo applies its own timeout to each attempt to reach each rank.
@@ -98,7 +110,7 @@ std::shared_ptr<Backend> make_gloo_backend(const BackendContext& context) {
 
 const BackendRegistration gloo_registration("gloo", {.make = make_gloo_backend,
                                                      .devices = {c10::kCPU, c10::kCUDA},
-                                                     .check_hints = find_listen_address});
+                                                     .check_hints = read_hints});
 
 }  // namespace
 
