@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/process.h"
@@ -49,9 +50,33 @@ struct Registry {
 
 Registry& registry() { return LeakySingleton<Registry>::get(); }
 
+thread_local const ActingRankGuard* innermost_guard = nullptr;
+
 }  // namespace
 
+ActingRankGuard::ActingRankGuard(std::shared_ptr<TorchComm> comm)
+    : comm_(std::move(comm)), outer_(innermost_guard) {
+  TORCH_OVERLAP_CHECK(comm_, kValue,
+                      "ActingRankGuard: expected a communicator, got none. Make one with "
+                      "TorchComm::create().");
+  innermost_guard = this;
+}
+
+ActingRankGuard::~ActingRankGuard() { innermost_guard = outer_; }
+
+std::shared_ptr<TorchComm> ActingRankGuard::find(const std::string& name) {
+  const ActingRankGuard* guard = innermost_guard;
+  while (guard != nullptr && guard->comm_->name() != name) guard = guard->outer_;
+  return guard != nullptr ? guard->comm_ : nullptr;
+}
+
 std::shared_ptr<TorchComm> get_comm(const std::string& name) {
+  if (auto acting = ActingRankGuard::find(name)) {
+    TORCH_OVERLAP_CHECK(!acting->is_finalized(), kState,
+                        "get_comm: expected a live communicator, got '", name,
+                        "', which was finalized");
+    return acting;
+  }
   {
     std::shared_ptr<TorchComm> comm;  // a last reference is dropped after the lock
     std::lock_guard lock(registry().mutex);
@@ -70,7 +95,8 @@ std::shared_ptr<TorchComm> get_comm(const std::string& name) {
                         "', which was finalized");
     TORCH_OVERLAP_CHECK(!is_others, kValue, "get_comm: expected the thread that made '", name,
                         "', got another; ranks that are threads share a name, and each "
-                        "thread finds its own communicator only");
+                        "thread finds its own communicator only, or that of its "
+                        "ActingRankGuard");
   }
   fail(ErrorKind::kValue, "get_comm: expected the name of a live communicator, got '", name,
        "'; there are ", list_string(comm_names()));

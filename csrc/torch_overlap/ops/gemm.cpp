@@ -265,6 +265,13 @@ GemmResults gemm(const GemmCall& call) {
   return op(call);
 }
 
+void gemm_into(const GemmCall& call, const GemmResults& results) {
+  const BelowAutograd guard;
+  GemmCall inner = call;
+  inner.into = &results;
+  gemm_kernel(inner);
+}
+
 }  // namespace torch_overlap::ops
 
 namespace {

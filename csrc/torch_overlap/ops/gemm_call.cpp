@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/SymIntArrayRef.h>
 
+#include <array>
 #include <vector>
 
 #include "torch_overlap/base/errors.h"
@@ -222,19 +223,46 @@ GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op) {
   return {m, n, std::move(sizes), dtype, is_eight_bit(dtype) ? wide : dtype};
 }
 
+Tensor gemm_result(const GemmCall& call, size_t index, c10::SymIntArrayRef sizes,
+                   const at::TensorOptions& options, std::string_view op) {
+  if (call.into == nullptr) return at::empty_symint(sizes, options);
+  constexpr std::array<const char*, 4> kNames{"output", "bias_grad", "pre_gelu_out", "aux_out"};
+  const std::array<const Tensor*, 4> given{&std::get<0>(*call.into), &std::get<1>(*call.into),
+                                           &std::get<2>(*call.into), &std::get<3>(*call.into)};
+  const Tensor& result = *given.at(index);
+  const char* name = kNames.at(index);
+  const int64_t wanted = product(sizes).expect_int();
+  const int64_t got = result.defined() ? result.numel() : 0;
+  if (wanted == 0 && got == 0) return at::empty_symint(sizes, options);
+  TORCH_OVERLAP_CHECK(got > 0 && result.sym_sizes() == sizes, kValue, op, ": expected ", name,
+                      " of shape ", sizes, ", got ",
+                      result.defined() ? result.sym_sizes() : c10::SymIntArrayRef{},
+                      ". Allocate it so.");
+  TORCH_OVERLAP_CHECK(
+      result.scalar_type() == options.dtype().toScalarType() && result.device() == options.device(),
+      kType, op, ": expected ", name, " of dtype ", options.dtype().toScalarType(), " on ",
+      options.device(), ", got ", result.scalar_type(), " on ", result.device(),
+      ". Allocate it so.");
+  TORCH_OVERLAP_CHECK(result.is_contiguous(), kValue, op, ": expected ", name,
+                      " contiguous, got strides ", result.sym_strides(), ". Allocate it so.");
+  return result;
+}
+
 GemmResults empty_gemm_results(const GemmCall& call, std::string_view op) {
   const auto [m, n, sizes, dtype, saved_dtype] = gemm_result_shape(call, op);
   const auto on = at::TensorOptions().device(call.lhs.device());
   const bool has_bias_grad = call.fuse_bias && call.grad;
   const bool has_pre_gelu = call.fuse_gelu && !call.grad;
-  return {at::empty_symint(sizes, on.dtype(dtype)),
+  const auto saved = on.dtype(saved_dtype);
+  const std::vector<c10::SymInt> none{0};
+  const std::vector<c10::SymInt> entries{call.fuse_gelu ? n : m};
+  return {gemm_result(call, 0, sizes, on.dtype(dtype), op),
           has_bias_grad
-              ? at::empty_symint({call.fuse_gelu ? n : m},
-                                 on.dtype(call.bias ? call.bias->scalar_type() : saved_dtype))
-              : at::empty({0}, on.dtype(saved_dtype)),
-          has_pre_gelu ? at::empty_symint(sizes, on.dtype(saved_dtype))
-                       : at::empty({0}, on.dtype(saved_dtype)),
-          at::empty({0}, on.dtype(saved_dtype))};
+              ? gemm_result(call, 1, entries,
+                            on.dtype(call.bias ? call.bias->scalar_type() : saved_dtype), op)
+              : at::empty({0}, saved),
+          gemm_result(call, 2, has_pre_gelu ? c10::SymIntArrayRef(sizes) : none, saved, op),
+          at::empty({0}, saved)};
 }
 
 GemmOperand gemm_operand(const Tensor& matrix, bool transposed, ScalingMode scaling,

@@ -43,6 +43,8 @@ struct GemmCall {
   std::optional<at::ScalarType> out_dtype;
   std::optional<at::Tensor> out_scale;
   std::optional<at::Tensor> out_amax;
+  // Tensors to write the results to; null: they are allocated. Not an argument of the operator.
+  const std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>* into = nullptr;
 };
 
 // output, bias_grad, pre_gelu_out, aux_out. Absent results have shape [0].
@@ -51,6 +53,11 @@ using GemmResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 // Calls the operator through the dispatcher: autograd, autocast, tracing and the Meta kernel see
 // it.
 TORCH_OVERLAP_API GemmResults gemm(const GemmCall& call);
+// Computes what gemm() returns into contiguous tensors of the caller, which have the sizes, dtypes
+// and device of those that gemm() would allocate. An absent result may have any shape without
+// elements, or be undefined. For runtimes that own the memory of results: below the dispatcher, so
+// without autograd and autocast.
+TORCH_OVERLAP_API void gemm_into(const GemmCall& call, const GemmResults& results);
 
 // The matrix into which a tensor is collapsed at an axis boundary.
 struct CollapsedOperand {
@@ -72,9 +79,13 @@ struct GemmResultShape {
   at::ScalarType dtype;
   at::ScalarType saved_dtype;  // dtype of the tensors saved with the output; never 8-bit
 };
-GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op = "gemm");
-// Allocates the results.
+TORCH_OVERLAP_API GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op = "gemm");
+// Allocates the results, or returns those of call.into.
 GemmResults empty_gemm_results(const GemmCall& call, std::string_view op = "gemm");
+// Allocates result number `index` of GemmResults, or returns that of call.into. Throws unless the
+// latter fits.
+at::Tensor gemm_result(const GemmCall& call, size_t index, c10::SymIntArrayRef sizes,
+                       const at::TensorOptions& options, std::string_view op = "gemm");
 
 // Returns an operand for the GEMM layer. Does not copy if the rows are contiguous, or without block
 // scales if the columns are.

@@ -12,6 +12,7 @@ namespace torch_overlap::ops {
 namespace {
 
 constexpr std::string_view kGemm = "gemm";
+constexpr size_t kAuxOut = 3;  // its number among the results
 
 using Buffer = std::shared_ptr<CommOverlapCore>;
 
@@ -98,10 +99,11 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
                                "a first dimension of aux_in that ",
                                tp, " ranks can share"));
   auto results = empty_gemm_results(call);
-  auto& aux_out = std::get<3>(results);
+  auto& aux_out = std::get<kAuxOut>(results);
   const bool widens = !gathers && aux.element_size() == 1;  // sum of 8-bit values
-  aux_out = at::empty_symint(
-      sizes, widens ? aux.options().dtype(std::get<0>(results).scalar_type()) : aux.options());
+  aux_out = gemm_result(
+      call, kAuxOut, sizes,
+      widens ? aux.options().dtype(std::get<0>(results).scalar_type()) : aux.options());
   if (aux.is_meta()) return results;
   const int64_t rows = matrix.rows.expect_int();
   const int64_t columns = matrix.cols.expect_int();
@@ -144,7 +146,7 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   if (call.lhs.is_meta()) {
     whole.lhs = at::empty_symint(sizes, call.lhs.options());
     auto results = empty_gemm_results(whole);
-    std::get<3>(results) = at::empty_symint(sizes, call.lhs.options());
+    std::get<kAuxOut>(results) = at::empty_symint(sizes, call.lhs.options());
     return results;
   }
   const int64_t rows = matrix.rows.expect_int();
@@ -160,8 +162,8 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
       ". Make a buffer of that shape and dtype.");
   whole.lhs = gathered.view(call.lhs.scalar_type()).view_symint(sizes);
   auto results = empty_gemm_results(whole);
-  auto& aux_out = std::get<3>(results);
-  aux_out = at::empty_symint(sizes, call.lhs.options());
+  auto& aux_out = std::get<kAuxOut>(results);
+  aux_out = gemm_result(call, kAuxOut, sizes, call.lhs.options());
   auto args = gemm_args(whole, results);
   swizzle_operands(call, args);
   args.lhs.data = call.lhs.reshape({rows, columns}).contiguous();
@@ -193,7 +195,7 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
                          buffer->get_tp_size(), " ranks can share"));
   const auto options = call.lhs.options().dtype(shape.dtype);
   const auto none = [&] { return at::empty({0}, options.dtype(shape.saved_dtype)); };
-  GemmResults results{at::empty_symint(sizes, options), none(), none(), none()};
+  GemmResults results{gemm_result(call, 0, sizes, options), none(), none(), none()};
   if (call.lhs.is_meta()) return results;
   TORCH_OVERLAP_CHECK(shape.n == buffer->config().buffer_shape[1], kValue, kGemm,
                       ": expected an output of ", buffer->config().buffer_shape[1],

@@ -1,0 +1,108 @@
+#include "torch_overlap/jax/call.h"
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <utility>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/below_dispatch_guard.h"
+#include "torch_overlap/comm/registry.h"
+#include "torch_overlap/jax/stream.h"
+
+namespace torch_overlap::jax {
+namespace {
+
+ffi::ErrorCode code_of(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kValue:
+    case ErrorKind::kType:
+      return ffi::ErrorCode::kInvalidArgument;
+    case ErrorKind::kTimeout:
+      return ffi::ErrorCode::kDeadlineExceeded;
+    case ErrorKind::kUnsupported:
+      return ffi::ErrorCode::kUnimplemented;
+    case ErrorKind::kState:
+      return ffi::ErrorCode::kFailedPrecondition;
+    case ErrorKind::kInterrupted:
+      return ffi::ErrorCode::kCancelled;
+    case ErrorKind::kRuntime:
+      break;
+  }
+  return ffi::ErrorCode::kInternal;
+}
+
+ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(ffi::Dictionary attributes) {
+  auto instance = std::make_unique<Instance>();
+  // Buffers and axes are numbered separately.
+  if (const auto buffer = attributes.get<int64_t>("comm_overlap_id"); buffer.has_value()) {
+    instance->site = next_call_site(-*buffer);
+  } else {
+    instance->site = next_call_site(attributes.get<int64_t>("axis").value());
+  }
+  return instance;
+}
+
+}  // namespace
+
+ffi::TypeId Instance::id = {};
+
+ffi::Error to_ffi_error(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& ours) {
+    return {code_of(ours.kind()), ours.what()};
+  } catch (const c10::Error& torchs) {
+    return {ffi::ErrorCode::kInternal, torchs.what_without_backtrace()};
+  } catch (const std::exception& other) {
+    return {ffi::ErrorCode::kInternal, other.what()};
+  }
+}
+
+ffi::Future failed(const std::exception_ptr& error) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(to_ffi_error(error));
+  return future;
+}
+
+ffi::Future run(const Caller& caller, const DeviceRank& rank, std::function<void()> body) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  const auto job = [promise, comm = rank.comm, body = std::move(body)](
+                       std::exception_ptr error) mutable {
+    try {
+      if (error) std::rethrow_exception(error);
+      const BelowDispatchGuard below;
+      const ActingRankGuard acting(comm);
+      body();
+    } catch (...) {
+      promise.SetError(to_ffi_error(std::current_exception()));
+      return;
+    }
+    promise.SetAvailable();
+  };
+  if (rank.executor) {
+    rank.executor->submit(caller.instance->site, job);
+    return future;
+  }
+  const auto stream = enter_stream(caller.context, rank.comm->device());
+  auto now = job;
+  now(nullptr);
+  return future;
+}
+
+}  // namespace torch_overlap::jax
+
+// Called by XLA once for each custom call of a program that it compiles.
+TORCH_OVERLAP_JAX_HANDLER(InstantiateHandler, torch_overlap::jax::instantiate,
+                          xla::ffi::Ffi::BindInstantiate().Attrs())
+
+extern "C" TORCH_OVERLAP_API const XLA_FFI_TypeInfo* torch_overlap_jax_instance_info() {
+  static const XLA_FFI_TypeInfo info = xla::ffi::MakeTypeInfo<torch_overlap::jax::Instance>();
+  return &info;
+}
+
+extern "C" TORCH_OVERLAP_API XLA_FFI_TypeId* torch_overlap_jax_instance_id() {
+  return &torch_overlap::jax::Instance::id;
+}

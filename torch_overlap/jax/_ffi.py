@@ -1,0 +1,106 @@
+"""Calls of handlers in traced programs, and their behaviour under vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+
+from torch_overlap.jax._library import library, target_name
+
+Array = Any
+
+
+def result(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+
+
+def none(dtype: Any = jnp.float32) -> Array:
+    """Returns the operand that stands for none: XLA has no optional operands."""
+    return jnp.zeros((0,), dtype)
+
+
+def ffi_call(
+    handler: str,
+    results: Any,
+    *operands: Array,
+    communicates: bool = True,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> Any:
+    """Calls a handler. Integers become 64-bit attributes, which the handlers expect.
+
+    A call that communicates has a side effect: other ranks wait for it, so that it may not be removed if its result is
+    unused.
+    """
+    library()
+    converted = {
+        name: np.int64(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        for name, value in attributes.items()
+    }
+    function = jax.ffi.ffi_call(
+        target_name(handler), results, has_side_effect=communicates, input_output_aliases=aliases
+    )
+    return function(*operands, **converted)
+
+
+def with_batches(op: str, function: Callable[..., Any], num_operands: int, *dims: int) -> Callable[..., Any]:
+    """Returns function(*operands, *dims) that supports vmap over its first operand.
+
+    `dims` are dimensions of the first operand that the function gets as arguments. The batch becomes the outermost
+    dimension of the operand and of each result, and dims grow by 1.
+
+    Raises, under vmap over another operand:
+        NotImplementedError: that would be another product for each element.
+    """
+
+    @custom_vmap
+    def batched(*operands: Array) -> Any:
+        return function(*operands, *dims)
+
+    @batched.def_vmap  # type: ignore[untyped-decorator]
+    def rule(axis_size: int, in_batched: Sequence[bool], *operands: Array) -> Any:
+        del axis_size
+        if any(in_batched[1:num_operands]):
+            raise NotImplementedError(
+                f"{op}: expected vmap over x alone, got it over another operand. Call {op} for each of its elements, "
+                "or use lax.scan or lax.map, which do."
+            )
+        out = with_batches(op, function, num_operands, *(dim + 1 for dim in dims))(*operands)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return batched
+
+
+def without_batches(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function`, which raises NotImplementedError under vmap."""
+
+    @custom_vmap
+    def unbatched(*operands: Array) -> Any:
+        return function(*operands)
+
+    @unbatched.def_vmap  # type: ignore[untyped-decorator]
+    def rule(axis_size: int, in_batched: Sequence[bool], *operands: Array) -> Any:
+        raise NotImplementedError(
+            f"{op}: expected no vmap, got one over {axis_size} elements. Put the batch into the rows of lhs, or use "
+            "lax.scan or lax.map, which call it for each element."
+        )
+
+    return unbatched
+
+
+def checked_dim(op: str, what: str, dim: int, x: Array) -> int:
+    """Returns `dim` >= 0. Raises ValueError if `x` has no such dimension."""
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{op}: expected {what} in [{-x.ndim}, {x.ndim}), got {dim} for shape {x.shape}. Name a dimension of x.")
+    return dim % x.ndim
+
+
+def check_shared(op: str, what: str, length: int, ranks: int) -> None:
+    """Raises ValueError unless `ranks` ranks can share `length` elements equally."""
+    if length % ranks:
+        raise ValueError(f"{op}: expected {what} that {ranks} ranks can share equally, got {length}. Pad it.")

@@ -1,0 +1,177 @@
+"""Loads libtorch_overlap_jax.so through ctypes, and registers its handlers with XLA. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib.util
+import re
+import runpy
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+PACKAGE = Path(__file__).resolve().parent.parent
+LIBRARY = PACKAGE / "libtorch_overlap_jax.so"
+HANDLERS = (
+    "GemmHandler",
+    "AllReduceHandler",
+    "AllGatherHandler",
+    "ReduceScatterHandler",
+    "AllToAllHandler",
+    "BroadcastHandler",
+    "PermuteHandler",
+    "AllGatherMatmulHandler",
+    "MatmulReduceScatterHandler",
+    "MatmulAllReduceHandler",
+)
+# By ErrorKind of csrc/torch_overlap/base/errors.h.
+_ERROR_CLASSES = (RuntimeError, ValueError, TypeError, TimeoutError, NotImplementedError, RuntimeError, RuntimeError)
+_EXIT_TIMEOUT_MS = 10_000
+
+
+def target_name(handler: str) -> str:
+    """Returns the name under which XLA knows a handler."""
+    return f"torch_overlap.{handler}"
+
+
+def call(function: str, *arguments: Any) -> int:
+    """Calls a function of the library. Raises its error."""
+    loaded = library()
+    result = int(getattr(loaded, f"torch_overlap_jax_{function}")(*arguments))
+    if result < 0:
+        kind = int(loaded.torch_overlap_jax_error_kind())
+        raise _ERROR_CLASSES[kind](loaded.torch_overlap_jax_error().decode())
+    return result
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Returns the library. The first call loads it and registers the handlers.
+
+    Raises:
+        ImportError: it is not built, or was built for another torch or for another version of XLA's FFI.
+    """
+    if not LIBRARY.exists():
+        raise ImportError(
+            f"torch_overlap.jax: expected {LIBRARY}, got a build without the JAX front end; install jax "
+            "(pip install 'torch_overlap[jax]'), then build torch_overlap again in this environment"
+        )
+    _check_torch()
+    _load_torch()
+    loaded = ctypes.CDLL(str(LIBRARY))
+    _declare(loaded)
+    check_ffi_version(loaded.torch_overlap_jax_ffi_version(), running_ffi_version(), jaxlib.__version__)
+    _register(loaded)
+    atexit.register(loaded.torch_overlap_jax_remove_all_axes, _EXIT_TIMEOUT_MS)
+    return loaded
+
+
+def check_ffi_version(built: int, running: int | None, jaxlib_version: str) -> None:
+    """Raises ImportError unless jaxlib accepts handlers that were compiled for version `built` of XLA's FFI.
+
+    Versions are 1000 * major + minor. XLA accepts its own major version, and minor versions up to its own.
+    """
+    if running is None or (built // 1000 == running // 1000 and built <= running):
+        return
+    raise ImportError(
+        f"torch_overlap.jax: expected a jaxlib with XLA FFI {built // 1000}.{built % 1000}, for which it was built, got "
+        f"{running // 1000}.{running % 1000} in jaxlib {jaxlib_version}; build torch_overlap again in this environment"
+    )
+
+
+def running_ffi_version() -> int | None:
+    """Returns the version of XLA's FFI in the headers of the installed jaxlib; None if they are not there."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    if not header.is_file():
+        return None
+    text = header.read_text(errors="replace")
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if found[0] is None or found[1] is None:
+        return None
+    return 1000 * int(found[0][1]) + int(found[1][1])
+
+
+def _check_torch() -> None:
+    build_info = PACKAGE / "_build_info.py"
+    built = str(runpy.run_path(str(build_info))["TORCH_VERSION"]).partition("+")[0] if build_info.exists() else None
+    try:
+        installed = metadata.version("torch").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"torch_overlap.jax: expected the libraries of torch {built}, got no torch; pip install torch=={built}"
+        ) from None
+    if built is not None and built != installed:
+        raise ImportError(
+            f"torch_overlap.jax: expected torch {built}, for which it was built, got torch {installed}; "
+            f"build torch_overlap again in this environment, or pip install torch=={built}"
+        )
+
+
+def _load_torch() -> None:
+    """Loads torch's libraries as its own wheel's, for a process without `import torch`."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return
+    folder = Path(spec.origin).parent / "lib"
+    for name in ("libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.so"):
+        if (folder / name).exists() and _is_needed(name):
+            ctypes.CDLL(str(folder / name))
+
+
+def _is_needed(name: str) -> bool:
+    cuda = runpy.run_path(str(PACKAGE / "_build_info.py")).get("CUDA_VERSION")
+    return bool(cuda) or "cuda" not in name
+
+
+def _declare(loaded: ctypes.CDLL) -> None:
+    text, number, wide = ctypes.c_char_p, ctypes.c_int, ctypes.c_int64
+    numbers = ctypes.POINTER(ctypes.c_int32)
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "error": (text, []),
+        "error_kind": (number, []),
+        "ffi_version": (number, []),
+        "tcp_store": (wide, [text, number, wide]),
+        "file_store": (wide, [text, number]),
+        "store_port": (wide, [wide]),
+        "add_axis": (wide, [text, text, number, number, number, numbers, numbers, numbers, wide, wide]),
+        "remove_axis": (wide, [wide]),
+        "remove_all_axes": (wide, [wide]),
+        "create_buffer": (wide, [wide] * 5 + [number] * 14),
+        "destroy_buffer": (wide, [wide]),
+        "destroy_all_buffers": (wide, []),
+        "instance_id": (ctypes.c_void_p, []),
+        "instance_info": (ctypes.c_void_p, []),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(loaded, f"torch_overlap_jax_{name}")
+        function.restype = result
+        function.argtypes = arguments
+
+
+def _register(loaded: ctypes.CDLL) -> None:
+    platforms = ("cpu", "CUDA") if runpy.run_path(str(PACKAGE / "_build_info.py")).get("CUDA_VERSION") else ("cpu",)
+    capsule = jax.ffi.pycapsule
+    instance = {
+        "type_id": capsule(ctypes.c_void_p(loaded.torch_overlap_jax_instance_id())),
+        "type_info": capsule(ctypes.c_void_p(loaded.torch_overlap_jax_instance_info())),
+    }
+    try:
+        for platform in platforms:
+            jax.ffi.register_ffi_type("torch_overlap.Instance", instance, platform=platform)
+            for handler in HANDLERS:
+                stages = {
+                    "instantiate": capsule(loaded.InstantiateHandler),
+                    "execute": capsule(getattr(loaded, handler)),
+                }
+                jax.ffi.register_ffi_target(target_name(handler), stages, platform=platform)
+    except Exception as error:
+        raise ImportError(
+            f"torch_overlap.jax: expected jaxlib {jaxlib.__version__} to accept handlers for XLA FFI "
+            f"{loaded.torch_overlap_jax_ffi_version() / 1000:.3f}, got: {error}; "
+            "build torch_overlap again in this environment"
+        ) from error

@@ -1,0 +1,159 @@
+"""Communicators of the devices along a mesh axis."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from torch_overlap.jax._library import call
+
+_ADDRESS_BYTES = 256
+_DEFAULT_STORE_TIMEOUT_MS = 600_000
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis with communicators. Functions take it, or its name."""
+
+    id: int
+    name: str
+    size: int
+
+    def close(self) -> None:
+        """Finalizes the communicators and destroys the buffers. All processes call it; no program may run."""
+        call("remove_axis", self.id)
+        if _axes.get(self.name) == self:
+            del _axes[self.name]
+
+
+_axes: dict[str, Axis] = {}
+
+
+def find_axis(op: str, axis: Axis | str) -> Axis:
+    """Returns an axis by its name. Raises ValueError for a name without bootstrap()."""
+    if isinstance(axis, Axis):
+        return axis
+    if axis not in _axes:
+        raise ValueError(
+            f"{op}: expected axis to be one of {sorted(_axes)}, got {axis!r}. "
+            "Call torch_overlap.jax.bootstrap(mesh, axis) first."
+        )
+    return _axes[axis]
+
+
+def bootstrap(
+    mesh: jax.sharding.Mesh,
+    axis: str,
+    *,
+    backend: str | None = None,
+    store: str | None = None,
+    timeout: float | None = None,
+) -> Axis:
+    """Makes a communicator for each set of devices that differ in their position on `axis` alone.
+
+    Every process calls it, outside of jit, before a program that uses the axis is compiled, and in the same order for
+    several axes. The devices are either all in this process (CPU only), or one per process.
+
+    Args:
+        mesh: the mesh of the programs.
+        axis: the name of one of its axes.
+        backend: "nccl" on GPUs, "local" for CPU devices in one process and "gloo" for CPU processes, which are the
+            defaults. "gloo" imports torch.
+        store: where processes meet: "tcp://host" (process 0 serves a free port of that host), "tcp://host:port" (a
+            TCPStore that exists) or "file:///path". Default: process 0 serves it, at the host in
+            JAX_COORDINATOR_ADDRESS if that is set, otherwise at its own name.
+        timeout: seconds that a rank waits for another one. Default: that of torch_overlap (TORCHCOMM_TIMEOUT_SECONDS).
+
+    Raises:
+        ValueError: the mesh has no such axis, or no device of this process.
+        NotImplementedError: several devices in each of several processes, or several GPUs in one.
+    """
+    if axis not in mesh.axis_names:
+        raise ValueError(f"bootstrap: expected axis to be one of {mesh.axis_names}, got {axis!r}. Name an axis of the mesh.")
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
+    size = devices.shape[-1]
+    groups = devices.reshape(-1, size)
+    me = jax.process_index()
+    local = [
+        (device, rank, group)
+        for group, members in enumerate(groups)
+        for rank, device in enumerate(members)
+        if device.process_index == me
+    ]
+    is_one_process = all(device.process_index == me for device in mesh.devices.flat)
+    is_cuda = mesh.devices.flat[0].platform != "cpu"
+    if backend is None:
+        backend = "nccl" if is_cuda else "local" if is_one_process else "gloo"
+    if backend == "gloo":
+        importlib.import_module("torch_overlap")  # the wheel of torch exports gloo to Python only
+    timeout_ms = 0 if timeout is None else max(1, round(timeout * 1000))
+    handle = 0 if is_one_process else _open_store(store, mesh.devices.size, timeout_ms or _DEFAULT_STORE_TIMEOUT_MS)
+    made = call(
+        "add_axis",
+        f"jax.{axis}.{len(_ids)}".encode(),
+        backend.encode(),
+        int(is_cuda),
+        size,
+        len(local),
+        _numbers([device.local_hardware_id for device, _, _ in local]),
+        _numbers([rank for _, rank, _ in local]),
+        _numbers([group for _, _, group in local]),
+        handle,
+        timeout_ms,
+    )
+    _ids.append(made)
+    _axes[axis] = Axis(made, axis, size)
+    return _axes[axis]
+
+
+_ids: list[int] = []
+
+
+def _numbers(values: Sequence[int]) -> Any:
+    return (ctypes.c_int32 * len(values))(*values)
+
+
+def _open_store(store: str | None, num_ranks: int, timeout_ms: int) -> int:
+    """Returns the id of the store in which the processes meet."""
+    parts = urlsplit(store or f"tcp://{_own_host()}")
+    if parts.scheme == "file":
+        return call("file_store", parts.path.encode(), num_ranks)
+    if parts.scheme != "tcp" or not parts.hostname:
+        raise ValueError(
+            f"bootstrap: expected store to be tcp://host, tcp://host:port or file:///path, got {store!r}. Pass one of them."
+        )
+    if parts.port is not None:
+        return call("tcp_store", parts.hostname.encode(), parts.port, timeout_ms)
+    served, address = 0, b""
+    if jax.process_index() == 0:
+        served = call("tcp_store", parts.hostname.encode(), 0, timeout_ms)
+        address = f"{parts.hostname}:{call('store_port', served)}".encode()
+    told = np.zeros(_ADDRESS_BYTES, np.uint8)
+    told[: len(address)] = np.frombuffer(address, np.uint8)
+    told = np.asarray(multihost_utils.broadcast_one_to_all(told)).astype(np.uint8)
+    if served:
+        return served
+    host, _, port = bytes(told).rstrip(b"\0").rpartition(b":")
+    return call("tcp_store", host, int(port), timeout_ms)
+
+
+def _own_host() -> str:
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", "")
+    if coordinator:
+        return coordinator.rpartition(":")[0] or coordinator
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "127.0.0.1"
+    return name

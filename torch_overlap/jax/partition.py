@@ -1,0 +1,146 @@
+"""Products of global arrays in plain jit: the partitioner splits them over a mesh axis, and we communicate.
+
+The layouts are those of a tensor-parallel layer. With `axis` "tp":
+
+    column_parallel   x P("tp", None)   w P(None, "tp")   ->  P(None, "tp")    gathers x
+    row_parallel      x P(None, "tp")   w P("tp", None)   ->  P("tp", None)    reduce-scatters the result
+
+Rows may be split over other axes too, outside of `axis`: P(("dp", "tp"), None). Operands in other layouts are moved to
+these first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torch_overlap.jax._ffi import Array, check_shared
+from torch_overlap.jax.axis import Axis, find_axis
+from torch_overlap.jax.products import all_gather_matmul, matmul_reduce_scatter
+
+__all__ = ["column_parallel", "row_parallel"]
+
+_RULE = "m k, k n -> m n"
+
+
+def column_parallel(x: Array, w: Array, axis: Axis | str, *, algorithm: str = "auto") -> Array:
+    """Returns x @ w for rows of x and columns of w that are split over `axis`. Differentiable; see the module.
+
+    Args:
+        x: [m, k]; the ranks share m equally.
+        w: [k, n]; the ranks share n equally.
+        axis: from bootstrap().
+        algorithm: how product and communication are overlapped; see docs/ops.md.
+    """
+    return _product("column_parallel", x, w, axis, algorithm)
+
+
+def row_parallel(x: Array, w: Array, axis: Axis | str, *, algorithm: str = "auto") -> Array:
+    """Returns x @ w for columns of x and rows of w that are split over `axis`. Differentiable; see the module.
+
+    Args:
+        x: [m, k]; the ranks share m and k equally.
+        w: [k, n].
+        axis: from bootstrap().
+        algorithm: how product and communication are overlapped; see docs/ops.md.
+    """
+    return _product("row_parallel", x, w, axis, algorithm)
+
+
+def _product(op: str, x: Array, w: Array, axis: Axis | str, algorithm: str) -> Array:
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    found = find_axis(op, axis)
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+        raise ValueError(f"{op}: expected x [m, k] and w [k, n], got shapes {x.shape} and {w.shape}. Reshape one.")
+    if x.dtype != w.dtype:
+        raise TypeError(f"{op}: expected w of dtype {x.dtype} as x, got {w.dtype}. Convert one of them.")
+    check_shared(op, "rows of x", x.shape[0], found.size)
+    is_column = op == "column_parallel"
+    check_shared(op, "columns of w" if is_column else "rows of w", w.shape[1 if is_column else 0], found.size)
+    return (_column if is_column else _row)(x, w, found, algorithm)
+
+
+def _outer_axes(spec: Any, axis: str) -> tuple[str, ...]:
+    """Returns the mesh axes of the rows, without `axis`."""
+    rows = spec[0] if len(spec) else None
+    names = () if rows is None else (rows,) if isinstance(rows, str) else tuple(rows)
+    return tuple(name for name in names if name != axis)
+
+
+def _spec(rows: tuple[str, ...], columns: str | None) -> PartitionSpec:
+    return PartitionSpec(rows or None, columns)
+
+
+def _layouts(op: str, outer: tuple[str, ...], axis: str) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    """Returns the layouts of x, w and the result."""
+    if op == "column_parallel":
+        return _spec((*outer, axis), None), PartitionSpec(None, axis), _spec(outer, axis)
+    return _spec(outer, axis), PartitionSpec(axis, None), _spec((*outer, axis), None)
+
+
+@functools.cache
+def _partitioned(op: str, axis: Axis, algorithm: str) -> Callable[[Array, Array], Array]:
+    """Returns the product that the partitioner splits."""
+
+    @custom_partitioning
+    def product(x: Array, w: Array) -> Array:
+        return x @ w
+
+    def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
+        del result_shape
+        outer = _outer_axes(arg_shapes[0].sharding.spec, axis.name)
+        x_spec, w_spec, out_spec = _layouts(op, outer, axis.name)
+
+        def on_device(x: Array, w: Array) -> Array:
+            run = all_gather_matmul if op == "column_parallel" else matmul_reduce_scatter
+            return run(x, w, axis, algorithm=algorithm)
+
+        shardings = [NamedSharding(mesh, spec) for spec in (x_spec, w_spec)]
+        return mesh, on_device, NamedSharding(mesh, out_spec), tuple(shardings)
+
+    def infer(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
+        del result_shape
+        outer = _outer_axes(arg_shapes[0].sharding.spec, axis.name)
+        return NamedSharding(mesh, _layouts(op, outer, axis.name)[2])
+
+    product.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=_RULE)
+    return product
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _column(x: Array, w: Array, axis: Axis, algorithm: str) -> Array:
+    return _partitioned("column_parallel", axis, algorithm)(x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _row(x: Array, w: Array, axis: Axis, algorithm: str) -> Array:
+    return _partitioned("row_parallel", axis, algorithm)(x, w)
+
+
+def _column_forward(x: Array, w: Array, axis: Axis, algorithm: str) -> tuple[Array, Any]:
+    return _column(x, w, axis, algorithm), (x, w)
+
+
+def _row_forward(x: Array, w: Array, axis: Axis, algorithm: str) -> tuple[Array, Any]:
+    return _row(x, w, axis, algorithm), (x, w)
+
+
+# The gradient of x is the other product. That of w is left to the partitioner.
+def _column_backward(axis: Axis, algorithm: str, saved: Any, grad: Array) -> tuple[Array, Array]:
+    x, w = saved
+    return _row(grad, w.T, axis, algorithm), x.T @ grad
+
+
+def _row_backward(axis: Axis, algorithm: str, saved: Any, grad: Array) -> tuple[Array, Array]:
+    x, w = saved
+    return _column(grad, w.T, axis, algorithm), x.T @ grad
+
+
+_column.defvjp(_column_forward, _column_backward)
+_row.defvjp(_row_forward, _row_backward)
