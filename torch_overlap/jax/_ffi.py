@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from torch_overlap.jax._library import library, target_name
+from torch_overlap.jax._library import register_handlers, target_name
 
 Array = Any
 
@@ -37,7 +37,7 @@ def ffi_call(
     A call that communicates has a side effect: other ranks wait for it, so that it may not be removed if its result is
     unused.
     """
-    library()
+    register_handlers()
     converted = {
         name: np.int64(value) if isinstance(value, int) and not isinstance(value, bool) else value
         for name, value in attributes.items()

@@ -51,7 +51,7 @@ def call(function: str, *arguments: Any) -> int:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Returns the library. The first call loads it and registers the handlers.
+    """Returns the library. The first call loads it.
 
     Raises:
         ImportError: it is not built, or was built for another torch or for another version of XLA's FFI.
@@ -66,7 +66,6 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(LIBRARY))
     _declare(loaded)
     check_ffi_version(loaded.torch_overlap_jax_ffi_version(), running_ffi_version(), jaxlib.__version__)
-    _register(loaded)
     atexit.register(loaded.torch_overlap_jax_remove_all_axes, _EXIT_TIMEOUT_MS)
     return loaded
 
@@ -79,8 +78,8 @@ def check_ffi_version(built: int, running: int | None, jaxlib_version: str) -> N
     if running is None or (built // 1000 == running // 1000 and built <= running):
         return
     raise ImportError(
-        f"torch_overlap.jax: expected a jaxlib with XLA FFI {built // 1000}.{built % 1000}, for which it was built, got "
-        f"{running // 1000}.{running % 1000} in jaxlib {jaxlib_version}; build torch_overlap again in this environment"
+        f"torch_overlap.jax: expected a jaxlib with XLA FFI {_text(built)}, for which it was built, got {_text(running)} "
+        f"in jaxlib {jaxlib_version}; build torch_overlap again in this environment"
     )
 
 
@@ -96,16 +95,20 @@ def running_ffi_version() -> int | None:
     return 1000 * int(found[0][1]) + int(found[1][1])
 
 
+@functools.cache
+def _build_info() -> dict[str, Any]:
+    return runpy.run_path(str(PACKAGE / "_build_info.py"))
+
+
 def _check_torch() -> None:
-    build_info = PACKAGE / "_build_info.py"
-    built = str(runpy.run_path(str(build_info))["TORCH_VERSION"]).partition("+")[0] if build_info.exists() else None
+    built = str(_build_info()["TORCH_VERSION"]).partition("+")[0]
     try:
         installed = metadata.version("torch").partition("+")[0]
     except metadata.PackageNotFoundError:
         raise ImportError(
             f"torch_overlap.jax: expected the libraries of torch {built}, got no torch; pip install torch=={built}"
         ) from None
-    if built is not None and built != installed:
+    if built != installed:
         raise ImportError(
             f"torch_overlap.jax: expected torch {built}, for which it was built, got torch {installed}; "
             f"build torch_overlap again in this environment, or pip install torch=={built}"
@@ -118,14 +121,11 @@ def _load_torch() -> None:
     if spec is None or spec.origin is None:
         return
     folder = Path(spec.origin).parent / "lib"
-    for name in ("libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.so"):
-        if (folder / name).exists() and _is_needed(name):
-            ctypes.CDLL(str(folder / name))
-
-
-def _is_needed(name: str) -> bool:
-    cuda = runpy.run_path(str(PACKAGE / "_build_info.py")).get("CUDA_VERSION")
-    return bool(cuda) or "cuda" not in name
+    names = ["libc10.so", "libtorch_cpu.so"]
+    if _build_info().get("CUDA_VERSION"):
+        names += ["libc10_cuda.so", "libtorch_cuda.so"]
+    for name in names:
+        ctypes.CDLL(str(folder / name))
 
 
 def _declare(loaded: ctypes.CDLL) -> None:
@@ -153,25 +153,42 @@ def _declare(loaded: ctypes.CDLL) -> None:
         function.argtypes = arguments
 
 
-def _register(loaded: ctypes.CDLL) -> None:
-    platforms = ("cpu", "CUDA") if runpy.run_path(str(PACKAGE / "_build_info.py")).get("CUDA_VERSION") else ("cpu",)
+@functools.cache
+def register_handlers() -> None:
+    """Registers the handlers with XLA, once; for code that traces or compiles a program.
+
+    Initializes jax's backends first: they register what came before them in an order that puts handlers before the
+    types of their states, which XLA rejects.
+    """
+    loaded = library()
+    jax.local_devices()
+    platforms = ("cpu", "CUDA") if _build_info().get("CUDA_VERSION") else ("cpu",)
     capsule = jax.ffi.pycapsule
-    instance = {
-        "type_id": capsule(ctypes.c_void_p(loaded.torch_overlap_jax_instance_id())),
-        "type_info": capsule(ctypes.c_void_p(loaded.torch_overlap_jax_instance_info())),
+    instance: Any = {
+        "type_id": capsule(loaded.torch_overlap_jax_instance_id()),
+        "type_info": capsule(loaded.torch_overlap_jax_instance_info()),
     }
     try:
         for platform in platforms:
             jax.ffi.register_ffi_type("torch_overlap.Instance", instance, platform=platform)
             for handler in HANDLERS:
                 stages = {
-                    "instantiate": capsule(loaded.InstantiateHandler),
-                    "execute": capsule(getattr(loaded, handler)),
+                    "instantiate": capsule(_address(loaded.InstantiateHandler)),
+                    "execute": capsule(_address(getattr(loaded, handler))),
                 }
                 jax.ffi.register_ffi_target(target_name(handler), stages, platform=platform)
     except Exception as error:
+        version = running_ffi_version()
         raise ImportError(
-            f"torch_overlap.jax: expected jaxlib {jaxlib.__version__} to accept handlers for XLA FFI "
-            f"{loaded.torch_overlap_jax_ffi_version() / 1000:.3f}, got: {error}; "
+            f"torch_overlap.jax: expected jaxlib {jaxlib.__version__} (XLA FFI {_text(version)}) to accept handlers for "
+            f"XLA FFI {_text(loaded.torch_overlap_jax_ffi_version())}, got: {error}; "
             "build torch_overlap again in this environment"
         ) from error
+
+
+def _address(function: Any) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+def _text(version: int | None) -> str:
+    return "unknown" if version is None else f"{version // 1000}.{version % 1000}"

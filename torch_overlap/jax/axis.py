@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from torch_overlap.jax._library import call
+from torch_overlap.jax._library import call, register_handlers
 
 _ADDRESS_BYTES = 256
 _DEFAULT_STORE_TIMEOUT_MS = 600_000
@@ -80,6 +80,7 @@ def bootstrap(
     """
     if axis not in mesh.axis_names:
         raise ValueError(f"bootstrap: expected axis to be one of {mesh.axis_names}, got {axis!r}. Name an axis of the mesh.")
+    register_handlers()
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
     size = devices.shape[-1]
     groups = devices.reshape(-1, size)
