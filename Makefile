@@ -20,12 +20,12 @@ CURRENT := build/current
 CMAKE = $(shell sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' $(CURRENT)/CMakeCache.txt)
 
 .PHONY: help build demo test test-python test-cpp test-frameworks check compat conformance gpu-test bench results sanitize sanitize-quick \
-        sanitize-gpu stress format lint lint-tidy wheel check-wheel clean check-python
+        sanitize-gpu site stress test-docs format lint lint-tidy wheel check-wheel clean check-python
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
-	@echo 'also: build wheel check-wheel format lint lint-tidy compat conformance gpu-test bench results sanitize sanitize-gpu stress clean (see CONTRIBUTING.md)'
+	@echo 'also: build wheel check-wheel format lint lint-tidy compat conformance gpu-test bench results sanitize sanitize-gpu site stress test-docs clean (see CONTRIBUTING.md)'
 
 # ---- the environment
 
@@ -62,6 +62,10 @@ endef
 
 .venv/.frameworks: pyproject.toml | .venv/.packages
 	.venv/bin/python -m pip install -q $$(sed -n 's/^frameworks = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	@touch $@
+
+.venv/.docs: pyproject.toml | .venv/.packages
+	.venv/bin/python -m pip install -q $$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	@touch $@
 
 check-python:
@@ -168,7 +172,16 @@ test-frameworks: build $(if $(PYTHON),,.venv/.frameworks)
 	HF_HUB_OFFLINE=1 $(PY) -m pytest $(patsubst %,tests/python/nn/test_%.py,pretrained styles lora) -k 'transformers or pretrained or lora' \
 	  $(two_at_a_time) $(PYTEST_ARGS)
 
-# torch's own tests of c10d backends, on torch_overlap and on gloo; writes docs/conformance.md. `make test` runs those that
+# The documentation site, build/site/index.html; a warning is an error.
+site: build $(if $(PYTHON),,.venv/.docs)
+	$(PY) -m sphinx -q -W --keep-going -b html docs build/site
+	@echo 'the site is build/site/index.html'
+
+# The code blocks of README.md and docs/, on two gloo ranks. Those that need transformers run where that is installed.
+test-docs: build
+	$(PY) -m pytest tests/docs $(PYTEST_ARGS)
+
+# torch's own tests of c10d backends, on torch_overlap and on gloo; writes docs/reference/conformance.md. `make test` runs those that
 # gloo passes.
 conformance: build
 	$(PY) tests/conformance/conformance.py --jobs $(TEST_JOBS)

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Runs torch's own tests of c10d backends on torch_overlap, with CPU ranks, and compares with gloo.
 
-    conformance.py            runs gloo and torch_overlap, and writes results.json and tables of docs/conformance.md
+    conformance.py            runs gloo and torch_overlap, and writes results.json and the tables of
+                              docs/reference/conformance.md
     conformance.py --known    runs torch_overlap alone on the tests of results.json, and writes nothing
     conformance.py --known --test test_send_recv    only those whose names contain it
 

@@ -1,4 +1,4 @@
-"""The results of conformance.py: their names, results.json, and the tables of docs/conformance.md."""
+"""The results of conformance.py: their names, results.json, and the tables of docs/reference/conformance.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RESULTS, EXCEPTIONS = HERE / "results.json", HERE / "exceptions.json"
-DOCUMENT = HERE.parents[1] / "docs" / "conformance.md"
+DOCUMENT = HERE.parents[1] / "docs" / "reference" / "conformance.md"
 
 BEGIN, END = "<!-- begin: make conformance -->", "<!-- end -->"
 

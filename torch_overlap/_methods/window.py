@@ -15,7 +15,7 @@ def tensor_register(self: TorchCommWindow, tensor: Tensor, owning: bool = True) 
 
     An error of one rank is raised on every rank. Raises UnsupportedError, naming a pair of ranks and the reason, if
     ranks cannot map each other's memory, unless the backend can write to it anyway (NCCL 2.29 or newer:
-    docs/windows.md).
+    docs/explanation/windows.md).
 
     Args:
         tensor: contiguous, of the same dtype and size on all ranks; allocated by torch_overlap.symmetric_empty, or

@@ -7,7 +7,7 @@
     to.destroy_comm_overlap_buffer(id)
 
 The classes, `CommOverlapBase` and `CommOverlapP2PBase`, are those of Transformer Engine over any group of ranks;
-docs/overlap.md describes the methods and their uses.
+docs/explanation/overlap_classes.md describes the methods and their uses.
 """
 
 from __future__ import annotations

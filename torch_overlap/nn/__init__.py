@@ -3,7 +3,8 @@
     up = to.nn.ColumnParallelLinear(4096, [11008, 11008], comm, bias=False)  # gate and up share one gather
     down = to.nn.RowParallelLinear(11008, 4096, comm, bias=False)
 
-`torch_overlap.nn.styles` applies them to an existing model through torch's `parallelize_module`. See docs/modules.md.
+`torch_overlap.nn.styles` applies them to an existing model through torch's `parallelize_module`. See
+docs/explanation/modules.md.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     (q, k, v), _ = torch_overlap.ops.all_gather_matmul(x, [wq, wk, wv], comm)
 
-Each function calls `torch.ops.torch_overlap.<name>` with the same meaning; docs/ops.md has the schemas. They have
-gradients of any order by torch.autograd (forward mode and `torch.func.grad` raise), and work with fake tensors, under
-`torch.compile(fullgraph=True)`, `torch.export`, in CUDA graphs and under `torch.vmap`, there with weights that all
-elements share. The gradient convention is that of `torch.distributed._functional_collectives`: a rank gets the gradient
-of the sum of all ranks' losses.
+Each function calls `torch.ops.torch_overlap.<name>` with the same meaning; docs/reference/operators.md has the schemas.
+They have gradients of any order by torch.autograd (forward mode and `torch.func.grad` raise), and work with fake
+tensors, under `torch.compile(fullgraph=True)`, `torch.export`, in CUDA graphs and under `torch.vmap`, there with
+weights that all elements share. The gradient convention is that of `torch.distributed._functional_collectives`: a rank
+gets the gradient of the sum of all ranks' losses.
 
 Streams: a result is valid on the current stream when the call returns; the host does not wait for the GPU. A result of
 an `*_async` function is not ready yet: pass it through `wait_tensor` before anything reads it. It may be dropped

@@ -57,7 +57,7 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, device: torch.device | st
 
 
 def is_legal(op: RedOpType, dtype: torch.dtype) -> bool:
-    """Returns True if the reduction is defined for the dtype, by the table of docs/errors.md."""
+    """Returns True if the reduction is defined for the dtype, by the table of docs/reference/errors.md."""
     if dtype.is_complex:
         return op in _LINEAR
     if dtype is torch.bool:

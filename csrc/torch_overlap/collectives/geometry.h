@@ -7,7 +7,7 @@ namespace torch_overlap {
 
 // Memory that a rank keeps for the others to write to, for each block of a kernel. Two rounds of LL
 // packets, four of LL128 lines and of Simple, and sixteen of bulk copies have slots.
-// docs/kernels.md explains why these are enough.
+// docs/design/kernels.md explains why these are enough.
 struct CollectiveGeometry {
   static constexpr int kMaxRanks = 8;
   static constexpr int kThreads = 256;    // maximum per block

@@ -9,9 +9,9 @@
 
 namespace torch_overlap {
 
-// Selects the kernel of a collective over symmetric memory, or NCCL (docs/kernels.md). The result
-// depends only on values that are equal on every rank: operation, sizes, dtype, group, hardware and
-// hints. It never depends on a pointer.
+// Selects the kernel of a collective over symmetric memory, or NCCL (docs/design/kernels.md). The
+// result depends only on values that are equal on every rank: operation, sizes, dtype, group,
+// hardware and hints. It never depends on a pointer.
 
 enum class CollectiveKind : uint8_t {
   all_reduce,

@@ -46,8 +46,8 @@ struct PutOptions : OpOptions {
 // when it has read it.
 //
 // Reachability. Pairs of ranks that cannot map each other's memory are an error with the reason,
-// unless the backend has another way to write to it (nccl: docs/windows.md). In that case only puts
-// and signals reach it, and they cannot be captured in graphs.
+// unless the backend has another way to write to it (nccl: docs/explanation/windows.md). In that
+// case only puts and signals reach it, and they cannot be captured in graphs.
 //
 // Timeouts. A wait whose signal does not arrive ends with a TimeoutError that names the window, the
 // rank and the counts, and makes the communicator unusable, as does any operation that times out.
@@ -68,8 +68,8 @@ struct PutOptions : OpOptions {
 // destroyed. A rank that exits without deregistering leaves its memory to those that still map it.
 //
 // Collectives of the communicator on tensors in the window may read and write the peers' tensors in
-// place (docs/kernels.md). After such a collective has failed, other ranks may still access the
-// tensor until their communicator has ended too: the tensor is kept alive until then.
+// place (docs/design/kernels.md). After such a collective has failed, other ranks may still access
+// the tensor until their communicator has ended too: the tensor is kept alive until then.
 //
 // Threads: any. Collective calls must be in the same order on all ranks, relative to other
 // collective calls of windows of this communicator. Registration also has its position among the

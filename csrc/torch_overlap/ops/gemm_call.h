@@ -13,8 +13,8 @@
 // The arguments of the operator gemm as one value, and code that its kernels share.
 namespace torch_overlap::ops {
 
-// Tensors and attributes under the names and in the order of the schema. docs/ops.md documents
-// them.
+// Tensors and attributes under the names and in the order of the schema.
+// docs/reference/operators.md documents them.
 struct GemmCall {
   at::Tensor lhs;
   std::optional<at::Tensor> lhs_scale_inv;

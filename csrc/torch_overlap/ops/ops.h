@@ -13,7 +13,8 @@
 #include "torch_overlap/base/export.h"
 
 // The operators torch.ops.torch_overlap.* as C++ functions. Each call goes through the dispatcher:
-// autograd, autocast, tracing and the Meta kernels see it. docs/ops.md documents them.
+// autograd, autocast, tracing and the Meta kernels see it. docs/reference/operators.md documents
+// them.
 //
 // Every result is valid on the current stream when the call returns. `comm` names a live
 // communicator (comm/registry.h) of `group_size` ranks. Meta kernels use group_size only.

@@ -188,8 +188,8 @@ The ranks of a group share the buffer. Rows are divided among the ranks into equ
 up: the last ranks may have fewer, or none. All ranks must make the same calls in the same order.
 
 Products: D [tokens, out] = op(B) op(A), row-major. The methods that compute one share these
-arguments; docs/overlap.md has the combinations that each method supports. dtypes and epilogues are
-those of torch_overlap.gemm.gemm.
+arguments; docs/explanation/overlap_classes.md has the combinations that each method supports.
+dtypes and epilogues are those of torch_overlap.gemm.gemm.
 
 Args:
     A: weight; [out, in] with transa=True, otherwise [in, out].

@@ -51,8 +51,9 @@ void register_enums(py::module_& m) {
       .value("RS", CommOverlapType::RS)
       .value("AG", CommOverlapType::AG)
       .finalize();
-  py::native_enum<CommOverlapMethod>(m, "CommOverlapMethod", "enum.IntEnum",
-                                     "Method of the overlap; docs/overlap.md describes them.")
+  py::native_enum<CommOverlapMethod>(
+      m, "CommOverlapMethod", "enum.IntEnum",
+      "Method of the overlap; docs/explanation/overlap_classes.md describes them.")
       .value("NONE", CommOverlapMethod::NONE)
       .value("BULK", CommOverlapMethod::BULK)
       .value("PIPELINE", CommOverlapMethod::PIPELINE)

@@ -1,5 +1,5 @@
 // Every (op, dtype) pair against a reference of higher precision, and every pair that is refused.
-// docs/errors.md lists the legal pairs.
+// docs/reference/errors.md lists the legal pairs.
 
 #include <cmath>
 #include <type_traits>

@@ -1,4 +1,4 @@
-"""torch's own tests of c10d backends, those that gloo passes: docs/conformance.md."""
+"""torch's own tests of c10d backends, those that gloo passes: docs/reference/conformance.md."""
 
 from __future__ import annotations
 

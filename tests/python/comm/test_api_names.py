@@ -1,5 +1,5 @@
-"""The names of torchcomms, on its API page and in its code: each one exists here, or docs/communicator.md has the
-reason."""
+"""The names of torchcomms, on its API page and in its code: each one exists here, or docs/migrate/torchcomms.md has
+the reason."""
 
 from __future__ import annotations
 

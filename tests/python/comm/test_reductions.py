@@ -1,4 +1,4 @@
-"""Every (backend, operation, dtype) triple gives the right values, or the error that docs/errors.md lists."""
+"""Every (backend, operation, dtype) triple gives the right values, or the error that docs/reference/errors.md lists."""
 
 from pathlib import Path
 
@@ -88,7 +88,7 @@ def test_every_other_dtype_is_refused(any_backend: str, device: str, seed: int) 
     run_ranks(run_others, 2, seed, backend=any_backend, device=device)
 
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "errors.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "errors.md"
 DTYPES_OF_ROWS = {
     "uint8/16/32/64, int8/16/32/64": INTEGERS,
     "bool": (torch.bool,),

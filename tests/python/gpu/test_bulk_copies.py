@@ -1,4 +1,6 @@
-"""Custom collectives by bulk copies: values, algorithms, graphs, and concurrent protocols. See docs/kernels.md."""
+"""Custom collectives by bulk copies: values, algorithms, graphs, and concurrent protocols.
+
+See docs/design/kernels.md."""
 
 import random
 

@@ -1,5 +1,5 @@
 """Collectives that custom kernels run instead of NCCL: their values, and the algorithm of a call. See
-docs/kernels.md."""
+docs/design/kernels.md."""
 
 import random
 

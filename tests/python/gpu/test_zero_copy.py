@@ -1,4 +1,4 @@
-"""Collectives on tensors in windows, which the peers read and write in place. See docs/kernels.md."""
+"""Collectives on tensors in windows, which the peers read and write in place. See docs/design/kernels.md."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""Collectives on tensors in windows, in graphs and with a missing rank. See docs/kernels.md."""
+"""Collectives on tensors in windows, in graphs and with a missing rank. See docs/design/kernels.md."""
 
 import random
 import time

@@ -92,7 +92,7 @@ RAN_OTHERWISE = {("3e7679a", "dp=2:tp=2")}
 @pytest.mark.parametrize(("commit", "row"), list(training_steps()))
 def test_training_step(commit, row):
     """The whole step of examples/train_gpt.py, by hand (tp) and sharded (with a dp), from counted bytes and one
-    rate, that of one rank: within 15 %; and as in docs/planner.md."""
+    rate, that of one rank: within 15 %; and as in docs/explanation/planner.md."""
     mesh = Mesh.parse(row["name"].replace(":", ","))
     by_hand = "dp" not in mesh.axes
     model = PRESETS["train_gpt" if by_hand else "train_gpt_mesh"]
@@ -106,4 +106,4 @@ def test_training_step(commit, row):
     kind = "communicates by hand" if by_hand else "plain, sharded"
     off = f"{100 * (predicted / row['us'] - 1):+.0f} %".replace("-0 ", "0 ").replace("+0 ", "0 ")
     text = f"| {shown} | {kind} | {predicted / 1e3:.1f} | {row['us'] / 1e3:.1f} | {off} |"
-    assert text in (RESULTS.parents[1] / "docs" / "planner.md").read_text()
+    assert text in (RESULTS.parents[1] / "docs" / "explanation" / "planner.md").read_text()

@@ -1,6 +1,6 @@
 """`python -m torch_overlap bench`: compares our operators and collectives with other libraries in one run.
 
-docs/results.md has the results, docs/tuning.md describes the method. The modules, from values to commands:
+docs/results.md has the results, docs/howto/tuning.md describes the method. The modules, from values to commands:
 
 - cases: operations, shapes, and the order of a run. floor: the least time that the hardware allows.
 - timing: samples that all ranks start together, in rounds whose order rotates; medians and ratios.

@@ -8,7 +8,7 @@
 #include "torch_overlap/collectives/geometry.h"
 #include "torch_overlap/symm/cuda/wait_record.h"
 
-// Collective kernels over peer-mapped memory: docs/kernels.md.
+// Collective kernels over peer-mapped memory: docs/design/kernels.md.
 namespace torch_overlap::cuda {
 
 // Memory of one channel on every rank: the same layout, from `base` on. Two kernels of one channel

@@ -63,7 +63,7 @@ def test_committed_results_are_few_and_used() -> None:
     """Each claim has its current file only: older ones are in git's history."""
     assert len(RESULTS) < 40
     assert sum(path.stat().st_size for path in RESULTS) < 1_000_000
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "tests/python/mesh/test_h200.py"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "tests/python/mesh/test_h200.py"]
     named = {name for page in pages for name in re.findall(r"[\w.*-]+\.json", page.read_text())}
     assert [path.name for path in RESULTS if not any(fnmatch(path.name, name) for name in named - {"*.json"})] == []
 
