@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc_per_node 2 examples/08_parallel_modules.py
 
-New here: torch_overlap.nn.styles. parallelize_module replaces the named linears by those of torch_overlap.nn, and the
-model's code (plain_llama.py) is unchanged. Linears with the same input share one gather, which overlaps with them.
+New here: torch_overlap.nn.styles. parallelize replaces the named linears by those of torch_overlap.nn, and makes all
+parameters DTensors; the model's code (plain_llama.py) is unchanged. Linears with the same input share one gather, which
+overlaps with them.
 """
 
 import copy
@@ -14,10 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from plain_llama import HEAD_DIM, VOCABULARY, Llama
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
 
 import torch_overlap as to
-from torch_overlap.nn.styles import ColumnParallel, RowParallel, SequenceParallel, ShardInput, SharedGather
+from torch_overlap.nn.styles import ColumnParallel, RowParallel, SequenceParallel, ShardInput, SharedGather, parallelize
 
 if "LOCAL_WORLD_SIZE" not in os.environ:
     raise SystemExit("run it with torchrun --standalone --nproc_per_node 2 examples/08_parallel_modules.py")
@@ -55,7 +55,7 @@ def main() -> None:
     torch.manual_seed(0)  # the same model and the same text on all ranks
     whole = Llama().to(device, torch.float64)
     tokens, targets = torch.randint(VOCABULARY, (2, 2, 32)).to(device)
-    model = parallelize_module(copy.deepcopy(whole), mesh, PLAN)
+    model = parallelize(copy.deepcopy(whole), mesh, PLAN)
 
     expected, losses = train(whole, tokens, targets), train(model, tokens, targets)
     torch.testing.assert_close(losses, expected)
@@ -63,7 +63,7 @@ def main() -> None:
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(full[name], value)
 
-    sizes = [sum(p.numel() for p in m.parameters()) for m in (whole, model)]
+    sizes = [sum(p.numel() for p in whole.parameters()), sum(p.to_local().numel() for p in model.parameters())]
     print(f"rank {rank} of {size}: {sizes[1]} of {sizes[0]} parameters here, loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
           "weights as without the plan", flush=True)  # fmt: skip
     dist.destroy_process_group()
