@@ -81,7 +81,7 @@ build: $(ENV)
 demo: build
 	$(PY) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) examples/train_gpt.py $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
-test: build check test-cpp test-python
+test: build check test-cpp test-python test-docs
 
 # Most tests wait for ranks: two at a time, also on two cores, where pytest-xdist is installed.
 TEST_JOBS ?= 2
