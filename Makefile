@@ -19,8 +19,8 @@ CURRENT := build/current
 # The CMake that configured the build made last.
 CMAKE = $(shell sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' $(CURRENT)/CMakeCache.txt)
 
-.PHONY: help build demo test test-python test-cpp test-frameworks check compat conformance gpu-test bench results sanitize sanitize-quick \
-        sanitize-gpu site stress test-docs format lint lint-tidy wheel check-wheel clean check-python
+.PHONY: help build demo test test-python test-cpp test-docs test-frameworks test-jax check compat conformance gpu-test bench results sanitize \
+        sanitize-quick sanitize-gpu site stress format lint lint-tidy wheel check-wheel clean check-python
 .DEFAULT_GOAL := help
 
 help:
@@ -68,6 +68,11 @@ endef
 	.venv/bin/python -m pip install -q $$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	@touch $@
 
+# jax for CPUs, or that of PYTHON. Python 3.12 or newer.
+.venv/.jax: pyproject.toml | .venv/.packages
+	.venv/bin/python -m pip install -q $$(sed -n "s/^jax = \[\"\(jax[^;]*\);.*/\1/p" pyproject.toml)
+	@touch $@
+
 check-python:
 	$(call say_what_is_missing,$(PYTHON))
 	@$(PYTHON) -c 'import setuptools, torch' || \
@@ -88,6 +93,11 @@ TEST_JOBS ?= 2
 two_at_a_time = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n $(TEST_JOBS)')
 test-python: build
 	$(PY) -m pytest tests/python -m 'not gpu' $(two_at_a_time) $(PYTEST_ARGS)
+
+# The tests of the JAX front end, which the build makes where it finds jax.
+test-jax: $(if $(PYTHON),,.venv/.jax)
+	$(MAKE) build
+	$(PY) -m pytest tests/python/jax $(two_at_a_time) $(PYTEST_ARGS)
 
 test-cpp: build
 	$(CMAKE) --build $(CURRENT) --target torch_overlap_tests

@@ -1,4 +1,6 @@
-"""Builds the two libraries with CMake and puts them beside torch_overlap/__init__.py. The rest is in pyproject.toml.
+"""Builds the libraries with CMake and puts them beside torch_overlap/__init__.py. The rest is in pyproject.toml.
+
+There are libtorch_overlap.so, _C and, where jax is installed, libtorch_overlap_jax.so.
 
 The torch of the environment is the one built for, also inside pip's isolated build. Honours FORCE_CUDA (1, 0; default:
 is a GPU visible), MAX_JOBS, CMAKE_ARGS, CMAKE_BUILD_TYPE and TORCH_OVERLAP_BUILD_DIR (default build/cp<version>-cpu or
@@ -74,7 +76,10 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         )  # fmt: skip
-        self.command(cmake, "--build", build_dir, *(["-j", jobs] if jobs else []), "--target", "torch_overlap", "_C")
+        self.command(
+            cmake, "--build", build_dir, *(["-j", jobs] if jobs else []), "--target",
+            "torch_overlap", "_C", "torch_overlap_jax",
+        )  # fmt: skip
         strip = [] if in_place else ["--strip"]
         self.command(cmake, "--install", build_dir, "--prefix", prefix, *strip)
         if in_place:

@@ -22,7 +22,9 @@ def _load() -> object:
         return importlib.import_module(_NAME)
     parent = importlib.util.find_spec("torch_overlap")
     if parent is None or not parent.submodule_search_locations:
-        raise ImportError("torch_overlap_jax: expected torch_overlap to be installed, got none; pip install torch_overlap")
+        raise ImportError(
+            "torch_overlap_jax: expected torch_overlap to be installed, got none; pip install torch_overlap"
+        )
     folder = Path(next(iter(parent.submodule_search_locations))) / "jax"
     spec = importlib.util.spec_from_file_location(
         _NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]

@@ -24,6 +24,7 @@ ARROWS = {
     "testing": "core ops",
     "mesh": "core ops nn",
     "compat": "core ops nn mesh",
+    "jax": "core",  # by name, for gloo alone: the package works without torch
     "tools": "core ops nn testing mesh compat",
 }
 # module of torch_overlap/ that is only a path to another package -> the package

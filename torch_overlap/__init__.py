@@ -122,6 +122,7 @@ __all__ = [
     "device_mesh",
     "explain",
     "flight_recorder",
+    "gemm",
     "get_comm",
     "get_mem_allocator",
     "get_window",
@@ -133,6 +134,7 @@ __all__ = [
     "nn",
     "objcol",
     "ops",
+    "quantize",
     "register_backend",
     "symmetric_empty",
     "tools",
@@ -140,7 +142,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from torch_overlap import compat, device_mesh, flight_recorder, hooks, mesh, nn, objcol, tools
+    from torch_overlap import compat, device_mesh, flight_recorder, gemm, hooks, mesh, nn, objcol, quantize, tools
     from torch_overlap.compat import (
         AllGatherOptions,
         AllGatherSingleOptions,
@@ -176,14 +178,18 @@ if TYPE_CHECKING:
         destroy_comm_overlap_buffer,
     )
 
-# These modules and the names of torch_overlap.compat are loaded on first access, so that `import torch_overlap` loads
-# only the communicator and the operators.
-_LAZY = frozenset({"compat", "device_mesh", "flight_recorder", "hooks", "mesh", "nn", "objcol", "tools"})
+# These modules and the names of torch_overlap.compat, with its operation classes, are loaded on first access, so that
+# `import torch_overlap` loads only the communicator and the operators. `jax` needs jax.
+_LAZY = frozenset(
+    {"compat", "device_mesh", "flight_recorder", "gemm", "hooks", "jax", "mesh", "nn", "objcol", "quantize", "tools"}
+)
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"torch_overlap.{name}")
+    if name == "CollectiveOperation" or name.endswith("Op"):
+        return getattr(importlib.import_module("torch_overlap.compat"), name)
     if name in __all__:
         return globals().setdefault(name, getattr(importlib.import_module("torch_overlap.compat"), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

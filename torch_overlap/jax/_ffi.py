@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,11 +59,9 @@ def with_batches(op: str, function: Callable[..., Any], num_operands: int, *dims
         NotImplementedError: that would be another product for each element.
     """
 
-    @custom_vmap
-    def batched(*operands: Array) -> Any:
+    def call(*operands: Array) -> Any:
         return function(*operands, *dims)
 
-    @batched.def_vmap  # type: ignore[untyped-decorator]
     def rule(axis_size: int, in_batched: Sequence[bool], *operands: Array) -> Any:
         del axis_size
         if any(in_batched[1:num_operands]):
@@ -73,31 +72,34 @@ def with_batches(op: str, function: Callable[..., Any], num_operands: int, *dims
         out = with_batches(op, function, num_operands, *(dim + 1 for dim in dims))(*operands)
         return out, jax.tree.map(lambda _: True, out)
 
-    return batched
+    return _with_rule(call, rule)
 
 
 def without_batches(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `function`, which raises NotImplementedError under vmap."""
 
-    @custom_vmap
-    def unbatched(*operands: Array) -> Any:
-        return function(*operands)
-
-    @unbatched.def_vmap  # type: ignore[untyped-decorator]
     def rule(axis_size: int, in_batched: Sequence[bool], *operands: Array) -> Any:
         raise NotImplementedError(
             f"{op}: expected no vmap, got one over {axis_size} elements. Put the batch into the rows of lhs, or use "
             "lax.scan or lax.map, which call it for each element."
         )
 
-    return unbatched
+    return _with_rule(function, rule)
+
+
+def _with_rule(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    batched: Any = custom_vmap(function)
+    batched.def_vmap(rule)
+    return functools.partial(batched)
 
 
 def checked_dim(op: str, what: str, dim: int, x: Array) -> int:
     """Returns `dim` >= 0. Raises ValueError if `x` has no such dimension."""
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{op}: expected {what} in [{-x.ndim}, {x.ndim}), got {dim} for shape {x.shape}. Name a dimension of x.")
-    return dim % x.ndim
+        raise ValueError(
+            f"{op}: expected {what} in [{-x.ndim}, {x.ndim}), got {dim} for shape {x.shape}. Name a dimension of x."
+        )
+    return int(dim % x.ndim)
 
 
 def check_shared(op: str, what: str, length: int, ranks: int) -> None:

@@ -31,7 +31,6 @@ HANDLERS = (
 )
 # By ErrorKind of csrc/torch_overlap/base/errors.h.
 _ERROR_CLASSES = (RuntimeError, ValueError, TypeError, TimeoutError, NotImplementedError, RuntimeError, RuntimeError)
-_EXIT_TIMEOUT_MS = 10_000
 
 
 def target_name(handler: str) -> str:
@@ -66,7 +65,7 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(LIBRARY))
     _declare(loaded)
     check_ffi_version(loaded.torch_overlap_jax_ffi_version(), running_ffi_version(), jaxlib.__version__)
-    atexit.register(loaded.torch_overlap_jax_remove_all_axes, _EXIT_TIMEOUT_MS)
+    atexit.register(loaded.torch_overlap_jax_exit)
     return loaded
 
 
@@ -78,8 +77,8 @@ def check_ffi_version(built: int, running: int | None, jaxlib_version: str) -> N
     if running is None or (built // 1000 == running // 1000 and built <= running):
         return
     raise ImportError(
-        f"torch_overlap.jax: expected a jaxlib with XLA FFI {_text(built)}, for which it was built, got {_text(running)} "
-        f"in jaxlib {jaxlib_version}; build torch_overlap again in this environment"
+        f"torch_overlap.jax: expected a jaxlib with XLA FFI {_text(built)}, for which it was built, got "
+        f"{_text(running)} in jaxlib {jaxlib_version}; build torch_overlap again in this environment"
     )
 
 
@@ -140,7 +139,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "store_port": (wide, [wide]),
         "add_axis": (wide, [text, text, number, number, number, numbers, numbers, numbers, wide, wide]),
         "remove_axis": (wide, [wide]),
-        "remove_all_axes": (wide, [wide]),
+        "exit": (None, []),
         "create_buffer": (wide, [wide] * 5 + [number] * 14),
         "destroy_buffer": (wide, [wide]),
         "destroy_all_buffers": (wide, []),
@@ -180,8 +179,8 @@ def register_handlers() -> None:
     except Exception as error:
         version = running_ffi_version()
         raise ImportError(
-            f"torch_overlap.jax: expected jaxlib {jaxlib.__version__} (XLA FFI {_text(version)}) to accept handlers for "
-            f"XLA FFI {_text(loaded.torch_overlap_jax_ffi_version())}, got: {error}; "
+            f"torch_overlap.jax: expected jaxlib {jaxlib.__version__} (XLA FFI {_text(version)}) to accept handlers "
+            f"for XLA FFI {_text(loaded.torch_overlap_jax_ffi_version())}, got: {error}; "
             "build torch_overlap again in this environment"
         ) from error
 

@@ -79,7 +79,9 @@ def bootstrap(
         NotImplementedError: several devices in each of several processes, or several GPUs in one.
     """
     if axis not in mesh.axis_names:
-        raise ValueError(f"bootstrap: expected axis to be one of {mesh.axis_names}, got {axis!r}. Name an axis of the mesh.")
+        raise ValueError(
+            f"bootstrap: expected axis to be one of {mesh.axis_names}, got {axis!r}. Name an axis of the mesh."
+        )
     register_handlers()
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
     size = devices.shape[-1]
@@ -131,7 +133,8 @@ def _open_store(store: str | None, num_ranks: int, timeout_ms: int) -> int:
         return call("file_store", parts.path.encode(), num_ranks)
     if parts.scheme != "tcp" or not parts.hostname:
         raise ValueError(
-            f"bootstrap: expected store to be tcp://host, tcp://host:port or file:///path, got {store!r}. Pass one of them."
+            f"bootstrap: expected store to be tcp://host, tcp://host:port or file:///path, got {store!r}. "
+            "Pass one of them."
         )
     if parts.port is not None:
         return call("tcp_store", parts.hostname.encode(), parts.port, timeout_ms)
@@ -139,12 +142,12 @@ def _open_store(store: str | None, num_ranks: int, timeout_ms: int) -> int:
     if jax.process_index() == 0:
         served = call("tcp_store", parts.hostname.encode(), 0, timeout_ms)
         address = f"{parts.hostname}:{call('store_port', served)}".encode()
-    told = np.zeros(_ADDRESS_BYTES, np.uint8)
-    told[: len(address)] = np.frombuffer(address, np.uint8)
-    told = np.asarray(multihost_utils.broadcast_one_to_all(told)).astype(np.uint8)
+    shared = np.zeros(_ADDRESS_BYTES, np.uint8)
+    shared[: len(address)] = np.frombuffer(address, np.uint8)
+    shared = np.asarray(multihost_utils.broadcast_one_to_all(shared)).astype(np.uint8)
     if served:
         return served
-    host, _, port = bytes(told).rstrip(b"\0").rpartition(b":")
+    host, _, port = bytes(shared).rstrip(b"\0").rpartition(b":")
     return call("tcp_store", host, int(port), timeout_ms)
 
 

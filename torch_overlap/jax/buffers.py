@@ -44,7 +44,7 @@ class ScalingMode(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Buffer:
-    """What the shapes of results depend on."""
+    """The parameters of a buffer on which the shapes of results depend."""
 
     comm_type: CommOverlapType
     method: CommOverlapMethod
@@ -108,7 +108,9 @@ def create_comm_overlap_buffer(
     axis = find_axis(op, axis)
     dtype = jnp.dtype(buffer_dtype).name
     if dtype not in _XLA_DTYPES:
-        raise TypeError(f"{op}: expected buffer_dtype to be one of {', '.join(_XLA_DTYPES)}, got {dtype}. Convert the operand.")
+        raise TypeError(
+            f"{op}: expected buffer_dtype to be one of {', '.join(_XLA_DTYPES)}, got {dtype}. Convert the operand."
+        )
     if len(buffer_shape) != 2:
         raise ValueError(
             f"{op}: expected buffer_shape to be (tokens, features), got {tuple(buffer_shape)}. "

@@ -73,7 +73,9 @@ def permute(x: Array, axis: Axis | str, pairs: Sequence[tuple[int, int]]) -> Arr
     flat = tuple((int(source), int(target)) for source, target in pairs)
     sources, targets = [source for source, _ in flat], [target for _, target in flat]
     if len(set(sources)) != len(sources) or len(set(targets)) != len(targets):
-        raise ValueError(f"permute: expected each rank at most once as source and as target in pairs, got {flat}. Split them.")
+        raise ValueError(
+            f"permute: expected each rank at most once as source and as target in pairs, got {flat}. Split them."
+        )
     if not all(0 <= rank < axis.size for rank in sources + targets):
         raise ValueError(f"permute: expected ranks in [0, {axis.size}) in pairs, got {flat}. Name ranks of the axis.")
     return _permute(jnp.asarray(x), axis, flat)
@@ -86,7 +88,9 @@ def _check_op(name: str, op: str) -> None:
 
 def _check_differentiable(name: str, op: str) -> None:
     if op not in ("sum", "avg"):
-        raise NotImplementedError(f"{name}: expected op sum or avg where a gradient is asked, got {op}. Use one of them.")
+        raise NotImplementedError(
+            f"{name}: expected op sum or avg where a gradient is asked, got {op}. Use one of them."
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -157,7 +161,7 @@ def _all_to_all(x: Array, axis: Axis, split_dim: int, concat_dim: int) -> Array:
         shape = list(x.shape)
         shape[split_dim] //= axis.size
         shape[concat_dim] *= axis.size
-        attributes = {"axis": axis.id, "split_dim": split_dim, "concat_dim": concat_dim}
+        attributes: dict[str, Any] = {"axis": axis.id, "split_dim": split_dim, "concat_dim": concat_dim}
         return ffi_call("AllToAllHandler", result(shape, x.dtype), x, **attributes)
 
     return with_batches("all_to_all", run, 1, split_dim, concat_dim)(x)

@@ -164,7 +164,9 @@ def _backward(static: _Static, saved: Any, grads: tuple[Array, ...]) -> tuple[tu
     rows = left.shape[1 if attributes["lhs_transposed"] else 0]
     grad = grads[0].reshape(rows, -1)
     if attributes["fuse_gelu"]:
-        (grad,) = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), pre_gelu.reshape(grad.shape).astype(grad.dtype))[1](grad)
+        (grad,) = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), pre_gelu.reshape(grad.shape).astype(grad.dtype))[
+            1
+        ](grad)
     narrow = grad.astype(lhs.dtype)
     left_op = left.T if attributes["lhs_transposed"] else left
     right_op = right.T if attributes["rhs_transposed"] else right
@@ -202,8 +204,8 @@ def _product_shape(lhs: Any, rhs: Array, attributes: dict[str, Any]) -> tuple[li
     sizes += rhs.shape[:boundary] if attributes["rhs_transposed"] else rhs.shape[boundary:]
     if k != rhs_k:
         raise ValueError(
-            f"gemm: expected as many contracted elements in rhs as in lhs, {k}, got {rhs_k} in shape {rhs.shape} for lhs "
-            f"of shape {lhs.shape} with lhs_transposed {attributes['lhs_transposed']} and rhs_transposed "
+            f"gemm: expected as many contracted elements in rhs as in lhs, {k}, got {rhs_k} in shape {rhs.shape} for "
+            f"lhs of shape {lhs.shape} with lhs_transposed {attributes['lhs_transposed']} and rhs_transposed "
             f"{attributes['rhs_transposed']}. Look at these flags and at the axis boundaries."
         )
     return sizes, m, n

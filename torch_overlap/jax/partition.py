@@ -88,9 +88,7 @@ def _layouts(op: str, outer: tuple[str, ...], axis: str) -> tuple[PartitionSpec,
 def _partitioned(op: str, axis: Axis, algorithm: str) -> Callable[[Array, Array], Array]:
     """Returns the product that the partitioner splits."""
 
-    @custom_partitioning
-    def product(x: Array, w: Array) -> Array:
-        return x @ w
+    product: Any = custom_partitioning(lambda x, w: x @ w)
 
     def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
         del result_shape
@@ -110,7 +108,7 @@ def _partitioned(op: str, axis: Axis, algorithm: str) -> Callable[[Array, Array]
         return NamedSharding(mesh, _layouts(op, outer, axis.name)[2])
 
     product.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=_RULE)
-    return product
+    return functools.partial(product)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -79,13 +79,17 @@ def matmul_all_reduce(
 def _checked(op: str, x: Array, w: Array, bias: Array | None) -> tuple[Array, Array, Array | None]:
     x, w = jnp.asarray(x), jnp.asarray(w)
     if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
-        raise ValueError(f"{op}: expected x [..., k] and w [k, n], got shapes {x.shape} and {w.shape}. Transpose or reshape one.")
+        raise ValueError(
+            f"{op}: expected x [..., k] and w [k, n], got shapes {x.shape} and {w.shape}. Transpose or reshape one."
+        )
     if x.dtype != w.dtype:
         raise TypeError(f"{op}: expected w of dtype {x.dtype} as x, got {w.dtype}. Convert one of them.")
     if bias is not None:
         bias = jnp.asarray(bias)
         if bias.shape != (w.shape[1],):
-            raise ValueError(f"{op}: expected bias of shape {(w.shape[1],)}, got {bias.shape}. It has one entry per column of w.")
+            raise ValueError(
+                f"{op}: expected bias of shape {(w.shape[1],)}, got {bias.shape}. It has one entry per column of w."
+            )
     return x, w, bias
 
 
@@ -183,22 +187,18 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 def _matmul_all_reduce(x: Array, w: Array, bias: Array | None, axis: Axis, algorithm: str) -> Array:
     def run(x: Array, w: Array, bias: Array) -> Array:
         shape = (*x.shape[:-1], w.shape[1])
-        return ffi_call(
-            "MatmulAllReduceHandler", result(shape, x.dtype), x, w, bias, axis=axis.id, algorithm=algorithm
-        )
+        return ffi_call("MatmulAllReduceHandler", result(shape, x.dtype), x, w, bias, axis=axis.id, algorithm=algorithm)
 
     return with_batches("matmul_all_reduce", run, 3)(x, w, _bias_operand(bias, x))
 
 
-def _matmul_all_reduce_forward(
-    x: Array, w: Array, bias: Array | None, axis: Axis, algorithm: str
-) -> tuple[Array, Any]:
+def _matmul_all_reduce_forward(x: Array, w: Array, bias: Array | None, axis: Axis, algorithm: str) -> tuple[Array, Any]:
     return _matmul_all_reduce(x, w, bias, axis, algorithm), (x, w, bias)
 
 
 def _matmul_all_reduce_backward(axis: Axis, algorithm: str, saved: Any, grad: Array) -> tuple[Any, ...]:
     x, w, bias = saved
-    # As lax.psum in shard_map with check_vma=False: the gradient of a sum is the sum of the ranks' gradients.
+    # The gradient of a sum is the sum of the ranks' gradients: that of lax.psum in shard_map with check_vma=False.
     total = all_reduce(grad, axis)
     return total @ w.T, _rows_times(x, total), _bias_grad(bias, grad)
 

@@ -8,6 +8,9 @@ print(plan_reshard(rows, columns, (4096, 4096), 2, CostModel.h200()).explain())
 The planner computes on values: it needs no communicator and no GPU, and a mesh may have any size.
 """
 
+import importlib
+from typing import Any
+
 from torch_overlap.mesh._core import (
     AutoShard,
     AxisRef,
@@ -145,3 +148,12 @@ __all__ = [
     "vmap",
     "wire_bytes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The operation classes, which are loaded on first access.
+    if name == "CollectiveOperation" or name.endswith("Op"):
+        operations = importlib.import_module("torch_overlap.compat.communication")
+        if name in operations.__all__:
+            return getattr(operations, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <mutex>
 #include <thread>
+#include <vector>
 
 #include "torch_overlap/base/process.h"
 
@@ -48,7 +50,28 @@ void wait_for_none(const std::atomic<int>& count) noexcept {
   }
 }
 
+struct ExitFunctions {
+  ForkSafeMutex mutex;
+  std::vector<void (*)()> all;
+};
+
 }  // namespace
+
+void at_process_exit(void (*function)()) {
+  auto& functions = LeakySingleton<ExitFunctions>::get();
+  const std::lock_guard lock(functions.mutex);
+  functions.all.push_back(function);
+}
+
+void run_exit_functions() {
+  std::vector<void (*)()> all;
+  {
+    auto& functions = LeakySingleton<ExitFunctions>::get();
+    const std::lock_guard lock(functions.mutex);
+    all.swap(functions.all);
+  }
+  for (const auto function : all) function();
+}
 
 void begin_process_exit() noexcept {
   Shutdown& all = shutdown();

@@ -18,6 +18,12 @@ struct Shutdown;
 // not hold Python's lock. Never undone; may be called again.
 TORCH_OVERLAP_API void begin_process_exit() noexcept;
 
+// Adds a function that ends communicators which no user can finalize, since a front end made them.
+// run_exit_functions() calls all functions once; process exit does so before it aborts what is
+// left.
+TORCH_OVERLAP_API void at_process_exit(void (*function)());
+TORCH_OVERLAP_API void run_exit_functions();
+
 // Held while a thread has, or will have, work that ends with such a drop. begin_process_exit()
 // waits for that work first. If the work takes longer than that wait, its drop gets no permit.
 class TORCH_OVERLAP_API BackgroundTask {

@@ -8,7 +8,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/process.h"
-#include "torch_overlap/comm/registry.h"
+#include "torch_overlap/comm/shutdown.h"
 #include "torch_overlap/jax/ffi.h"
 #include "torch_overlap/jax/ranks.h"
 #include "torch_overlap/jax/tensors.h"
@@ -138,12 +138,8 @@ TORCH_OVERLAP_API int64_t torch_overlap_jax_remove_axis(int64_t axis) {
   });
 }
 
-TORCH_OVERLAP_API int64_t torch_overlap_jax_remove_all_axes(int64_t timeout_ms) {
-  return jax::returning([&] {
-    jax::remove_all_axes(torch_overlap::Milliseconds(timeout_ms));
-    return 0;
-  });
-}
+// Ends everything, at the end of the process.
+TORCH_OVERLAP_API void torch_overlap_jax_exit() { torch_overlap::run_exit_functions(); }
 
 // `dtype`: XLA's number of the type. A negative option means the default of the method.
 TORCH_OVERLAP_API int64_t torch_overlap_jax_create_buffer(
@@ -159,9 +155,8 @@ TORCH_OVERLAP_API int64_t torch_overlap_jax_create_buffer(
         static_cast<CommOverlapType>(comm_type), static_cast<CommOverlapMethod>(method), tp_size,
         use_ce < 0 ? std::nullopt : std::optional<bool>(use_ce != 0));
     config.buffer_shape = {tokens, features};
-    config.buffer_dtype =
-        jax::scalar_type("create_comm_overlap_buffer", "buffer_dtype",
-                         static_cast<xla::ffi::DataType>(dtype));
+    config.buffer_dtype = jax::scalar_type("create_comm_overlap_buffer", "buffer_dtype",
+                                           static_cast<xla::ffi::DataType>(dtype));
     const auto set = [](auto& field, int value) {
       if (value >= 0) field = static_cast<std::remove_reference_t<decltype(field)>>(value);
     };

@@ -69,8 +69,8 @@ ffi::Future failed(const std::exception_ptr& error) {
 ffi::Future run(const Caller& caller, const DeviceRank& rank, std::function<void()> body) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  const auto job = [promise, comm = rank.comm, body = std::move(body)](
-                       std::exception_ptr error) mutable {
+  const auto job = [promise, comm = rank.comm,
+                    body = std::move(body)](std::exception_ptr error) mutable {
     try {
       if (error) std::rethrow_exception(error);
       const BelowDispatchGuard below;

@@ -7,7 +7,7 @@
 #include "torch_overlap/jax/ffi.h"
 #include "torch_overlap/jax/ranks.h"
 
-// What all handlers share. A handler converts its buffers and returns run(): its body then computes
+// The part that all handlers share. A handler converts its buffers and returns run(): its body then computes
 // on the device's rank.
 namespace torch_overlap::jax {
 
@@ -17,7 +17,7 @@ struct Instance {
   CallSite site;
 };
 
-// What XLA passes to every handler.
+// The context that XLA passes to every handler.
 struct Caller {
   ffi::Context context;
   const Instance* instance;
@@ -45,13 +45,13 @@ ffi::Future guarded(const Begin& begin) {
 }  // namespace torch_overlap::jax
 
 // Begins the binding of a handler: its first three arguments make a Caller.
-#define TORCH_OVERLAP_JAX_BIND()                                  \
-  ::xla::ffi::Ffi::Bind()                                         \
-      .Ctx<::xla::ffi::Context>()                                 \
-      .Ctx<::xla::ffi::State<::torch_overlap::jax::Instance>>()   \
+#define TORCH_OVERLAP_JAX_BIND()                                \
+  ::xla::ffi::Ffi::Bind()                                       \
+      .Ctx<::xla::ffi::Context>()                               \
+      .Ctx<::xla::ffi::State<::torch_overlap::jax::Instance>>() \
       .Ctx<::xla::ffi::DeviceOrdinal>()
 
 // Defines the exported symbol of a handler.
-#define TORCH_OVERLAP_JAX_HANDLER(name, function, binding)        \
+#define TORCH_OVERLAP_JAX_HANDLER(name, function, binding)                    \
   extern "C" TORCH_OVERLAP_API XLA_FFI_Error* name(XLA_FFI_CallFrame* frame); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, binding);

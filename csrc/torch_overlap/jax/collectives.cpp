@@ -58,12 +58,12 @@ Tensor received_parts(const Tensor& out, int64_t dim, int64_t size) {
 ffi::Future all_reduce(ffi::Context context, Instance* instance, int32_t ordinal, Input x,
                        Output out, int64_t axis, std::string_view op) {
   return guarded([&] {
-    return collective("all_reduce", {context, instance, ordinal}, axis, x, out,
-                      [op = ReduceOp::parse(op)](const Comm& comm, const Tensor& mine,
-                                                 const Tensor& result) {
-                        copy_unless_same(result, mine);
-                        comm->all_reduce(result, op, /*async_op=*/false);
-                      });
+    return collective(
+        "all_reduce", {context, instance, ordinal}, axis, x, out,
+        [op = ReduceOp::parse(op)](const Comm& comm, const Tensor& mine, const Tensor& result) {
+          copy_unless_same(result, mine);
+          comm->all_reduce(result, op, /*async_op=*/false);
+        });
   });
 }
 
@@ -80,13 +80,12 @@ ffi::Future all_gather(ffi::Context context, Instance* instance, int32_t ordinal
 ffi::Future reduce_scatter(ffi::Context context, Instance* instance, int32_t ordinal, Input x,
                            Output out, int64_t axis, int64_t dim, std::string_view op) {
   return guarded([&] {
-    return collective(
-        "reduce_scatter", {context, instance, ordinal}, axis, x, out,
-        [dim, op = ReduceOp::parse(op)](const Comm& comm, const Tensor& mine,
-                                        const Tensor& result) {
-          const auto parts = parts_of("reduce_scatter", mine, dim, comm->size());
-          comm->reduce_scatter_single(result, parts, op, /*async_op=*/false);
-        });
+    return collective("reduce_scatter", {context, instance, ordinal}, axis, x, out,
+                      [dim, op = ReduceOp::parse(op)](const Comm& comm, const Tensor& mine,
+                                                      const Tensor& result) {
+                        const auto parts = parts_of("reduce_scatter", mine, dim, comm->size());
+                        comm->reduce_scatter_single(result, parts, op, /*async_op=*/false);
+                      });
   });
 }
 
@@ -123,11 +122,9 @@ ffi::Future permute(ffi::Context context, Instance* instance, int32_t ordinal, I
 }  // namespace
 }  // namespace torch_overlap::jax
 
-#define TORCH_OVERLAP_JAX_BIND_COLLECTIVE() \
-  TORCH_OVERLAP_JAX_BIND()                  \
-      .Arg<xla::ffi::AnyBuffer>()           \
-      .Ret<xla::ffi::AnyBuffer>()           \
-      .Attr<int64_t>("axis")
+#define TORCH_OVERLAP_JAX_BIND_COLLECTIVE()                                                     \
+  TORCH_OVERLAP_JAX_BIND().Arg<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>().Attr<int64_t>( \
+      "axis")
 
 TORCH_OVERLAP_JAX_HANDLER(AllReduceHandler, torch_overlap::jax::all_reduce,
                           TORCH_OVERLAP_JAX_BIND_COLLECTIVE().Attr<std::string_view>("op"))

@@ -32,9 +32,8 @@ at::Tensor own_rows(const at::Tensor& result, int64_t all_rows, int64_t first_si
   if (!result.defined() || result.numel() == 0 || first_size % ranks == 0) return result;
   const int64_t most = (first_size + ranks - 1) / ranks;
   TORCH_OVERLAP_CHECK(result.size(0) == most, kValue, kGemm, ": expected a result of ", most,
-                      " in its first dimension, the largest part of ", first_size, " (",
-                      all_rows, " rows) for ", ranks, " ranks, got ", result.size(0),
-                      ". Allocate it so.");
+                      " in its first dimension, the largest part of ", first_size, " (", all_rows,
+                      " rows) for ", ranks, " ranks, got ", result.size(0), ". Allocate it so.");
   const int64_t own = std::clamp<int64_t>(first_size - most * rank, 0, most);
   if (own < most) result.narrow(0, own, most - own).zero_();
   return result.narrow(0, 0, own);
@@ -58,8 +57,8 @@ void cut_scattered(Call& call, const CommOverlapCore& buffer) {
   const auto shape = ops::gemm_result_shape(call.gemm);
   if (shape.sizes.empty()) return;
   auto& result = std::get<0>(call.results);
-  result = own_rows(result, shape.m.expect_int(), shape.sizes[0].expect_int(), buffer.rank(),
-                    ranks);
+  result =
+      own_rows(result, shape.m.expect_int(), shape.sizes[0].expect_int(), buffer.rank(), ranks);
 }
 
 ffi::Future gemm(ffi::Context context, Instance* instance, int32_t ordinal, Input lhs,
@@ -137,33 +136,32 @@ ffi::Future gemm(ffi::Context context, Instance* instance, int32_t ordinal, Inpu
 }  // namespace
 }  // namespace torch_overlap::jax
 
-TORCH_OVERLAP_JAX_HANDLER(
-    GemmHandler, torch_overlap::jax::gemm,
-    TORCH_OVERLAP_JAX_BIND()
-        .Arg<xla::ffi::AnyBuffer>()  // lhs
-        .Arg<xla::ffi::AnyBuffer>()  // lhs_scale_inv
-        .Arg<xla::ffi::AnyBuffer>()  // rhs
-        .Arg<xla::ffi::AnyBuffer>()  // rhs_scale_inv
-        .Arg<xla::ffi::AnyBuffer>()  // bias
-        .Arg<xla::ffi::AnyBuffer>()  // gelu_input
-        .Arg<xla::ffi::AnyBuffer>()  // aux_in
-        .Ret<xla::ffi::AnyBuffer>()  // output
-        .Ret<xla::ffi::AnyBuffer>()  // bias_grad
-        .Ret<xla::ffi::AnyBuffer>()  // pre_gelu_out
-        .Ret<xla::ffi::AnyBuffer>()  // aux_out
-        .Ret<xla::ffi::AnyBuffer>()  // lhs_swizzled
-        .Ret<xla::ffi::AnyBuffer>()  // rhs_swizzled
-        .Ret<xla::ffi::AnyBuffer>()  // workspace
-        .Attr<torch_overlap::ScalingMode>("scaling_mode")
-        .Attr<torch_overlap::CommOverlapMethod>("comm_overlap_method")
-        .Attr<torch_overlap::CommOverlapType>("comm_type")
-        .Attr<int64_t>("comm_overlap_id")
-        .Attr<int64_t>("lhs_axis_boundary")
-        .Attr<int64_t>("rhs_axis_boundary")
-        .Attr<int64_t>("aux_axis_boundary")
-        .Attr<bool>("lhs_transposed")
-        .Attr<bool>("rhs_transposed")
-        .Attr<bool>("fuse_bias")
-        .Attr<bool>("fuse_gelu")
-        .Attr<bool>("grad")
-        .Attr<bool>("use_split_accumulator"))
+TORCH_OVERLAP_JAX_HANDLER(GemmHandler, torch_overlap::jax::gemm,
+                          TORCH_OVERLAP_JAX_BIND()
+                              .Arg<xla::ffi::AnyBuffer>()  // lhs
+                              .Arg<xla::ffi::AnyBuffer>()  // lhs_scale_inv
+                              .Arg<xla::ffi::AnyBuffer>()  // rhs
+                              .Arg<xla::ffi::AnyBuffer>()  // rhs_scale_inv
+                              .Arg<xla::ffi::AnyBuffer>()  // bias
+                              .Arg<xla::ffi::AnyBuffer>()  // gelu_input
+                              .Arg<xla::ffi::AnyBuffer>()  // aux_in
+                              .Ret<xla::ffi::AnyBuffer>()  // output
+                              .Ret<xla::ffi::AnyBuffer>()  // bias_grad
+                              .Ret<xla::ffi::AnyBuffer>()  // pre_gelu_out
+                              .Ret<xla::ffi::AnyBuffer>()  // aux_out
+                              .Ret<xla::ffi::AnyBuffer>()  // lhs_swizzled
+                              .Ret<xla::ffi::AnyBuffer>()  // rhs_swizzled
+                              .Ret<xla::ffi::AnyBuffer>()  // workspace
+                              .Attr<torch_overlap::ScalingMode>("scaling_mode")
+                              .Attr<torch_overlap::CommOverlapMethod>("comm_overlap_method")
+                              .Attr<torch_overlap::CommOverlapType>("comm_type")
+                              .Attr<int64_t>("comm_overlap_id")
+                              .Attr<int64_t>("lhs_axis_boundary")
+                              .Attr<int64_t>("rhs_axis_boundary")
+                              .Attr<int64_t>("aux_axis_boundary")
+                              .Attr<bool>("lhs_transposed")
+                              .Attr<bool>("rhs_transposed")
+                              .Attr<bool>("fuse_bias")
+                              .Attr<bool>("fuse_gelu")
+                              .Attr<bool>("grad")
+                              .Attr<bool>("use_split_accumulator"))

@@ -81,8 +81,7 @@ OrderedExecutor::Job OrderedExecutor::wait_for(const Call& call) {
                         [&](const Pending& one) { return one.call == call; });
   };
   const auto timeout = comm_->options().timeout;
-  const bool is_there =
-      changed_.wait_for(lock, timeout, [&] { return find() != pending_.end(); });
+  const bool is_there = changed_.wait_for(lock, timeout, [&] { return find() != pending_.end(); });
   TORCH_OVERLAP_CHECK(is_there, kTimeout, "jax: expected rank ", comm_->rank(), " of '",
                       comm_->name(), "' to reach call ", call.first.number, " (run ", call.second,
                       ") of axis or buffer ", call.first.domain, " within ", timeout.count(),

@@ -42,7 +42,7 @@ struct CallSite {
 // of the communicator. That ends: what the call depends on was complete on rank 0.
 class OrderedExecutor {
  public:
-  // Runs with null, or is told why it cannot run. Must not throw.
+  // Called with null to run, or with the reason why it cannot run. Must not throw.
   using Job = std::function<void(std::exception_ptr)>;
 
   explicit OrderedExecutor(std::shared_ptr<TorchComm> comm);

@@ -117,7 +117,6 @@ TORCH_OVERLAP_JAX_HANDLER(MatmulReduceScatterHandler, torch_overlap::jax::matmul
                               .Attr<int64_t>("axis")
                               .Attr<int64_t>("dim")
                               .Attr<std::string_view>("algorithm"))
-TORCH_OVERLAP_JAX_HANDLER(MatmulAllReduceHandler, torch_overlap::jax::matmul_all_reduce,
-                          TORCH_OVERLAP_JAX_BIND_PRODUCT()
-                              .Attr<int64_t>("axis")
-                              .Attr<std::string_view>("algorithm"))
+TORCH_OVERLAP_JAX_HANDLER(
+    MatmulAllReduceHandler, torch_overlap::jax::matmul_all_reduce,
+    TORCH_OVERLAP_JAX_BIND_PRODUCT().Attr<int64_t>("axis").Attr<std::string_view>("algorithm"))

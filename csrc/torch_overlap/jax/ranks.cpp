@@ -12,6 +12,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/process.h"
+#include "torch_overlap/comm/shutdown.h"
 #include "torch_overlap/jax/stream.h"
 #include "torch_overlap/overlap/registry.h"
 
@@ -43,10 +44,7 @@ Ranks& ranks() { return LeakySingleton<Ranks>::get(); }
 // Calls `body(i)` for i < count, concurrently if there are several: each waits for the others.
 // Throws the first error after all have ended.
 void for_each_device(size_t count, const std::function<void(size_t)>& body) {
-  if (count == 1) {
-    body(0);
-    return;
-  }
+  if (count == 1) return body(0);
   std::vector<std::exception_ptr> errors(count);
   std::vector<std::thread> threads;
   threads.reserve(count);
@@ -106,18 +104,17 @@ std::shared_ptr<TorchComm> make_comm(const AxisOptions& options, const LocalDevi
                            comm_options, RankAndSize{device.rank, options.size});
 }
 
+// Finalizes the ranks' communicators. `timeout`: replaces theirs.
 void end_ranks(std::vector<DeviceRank> ended, std::optional<Milliseconds> timeout) {
-  if (ended.empty()) return;
   for_each_device(ended.size(), [&](size_t i) {
-    ended[i].executor.reset();
     TorchComm& comm = *ended[i].comm;
-    if (comm.is_finalized()) return;
     try {
-      if (timeout) comm.set_timeout(*timeout);
-      comm.finalize();
+      if (timeout && !comm.is_aborted()) comm.set_timeout(*timeout);
+      ended[i].executor.reset();
+      if (!comm.is_finalized() && !comm.is_aborted()) comm.finalize();
     } catch (const std::exception&) {
       comm.abort();
-      if (!timeout) throw;
+      throw;
     }
   });
 }
@@ -153,6 +150,10 @@ int64_t add_axis(const AxisOptions& options) {
       made[i].executor = std::make_shared<OrderedExecutor>(made[i].comm);
     }
   });
+  [[maybe_unused]] static const bool ends_at_exit = [] {
+    at_process_exit([] { remove_all_axes(); });
+    return true;
+  }();
   const std::lock_guard lock(ranks().mutex);
   const int64_t id = ++ranks().last_axis;
   Axis& axis = ranks().axes[id];
@@ -180,14 +181,23 @@ void remove_axis(int64_t axis) {
   end_ranks(std::move(ended), std::nullopt);
 }
 
-void remove_all_axes(Milliseconds timeout) {
-  destroy_all_buffers();
+void remove_all_axes() noexcept {
+  constexpr Milliseconds kExitTimeout{10'000};
   std::map<int64_t, Axis> axes;
-  {
+  try {
+    destroy_all_buffers();
     const std::lock_guard lock(ranks().mutex);
     axes.swap(ranks().axes);
+  } catch (const std::exception&) {
+    return;  // the process ends
   }
-  for (const auto& [id, axis] : axes) end_ranks(ranks_of(axis), timeout);
+  for (const auto& [id, axis] : axes) {
+    try {
+      end_ranks(ranks_of(axis), kExitTimeout);
+    } catch (const std::exception&) {
+      continue;  // aborted: another rank ended without finalize
+    }
+  }
 }
 
 DeviceRank find_rank(std::string_view op, int64_t axis, int ordinal) {
@@ -224,12 +234,11 @@ void destroy_buffer(int64_t id) {
   {
     const std::lock_guard lock(ranks().mutex);
     const auto found = ranks().buffers.find(id);
-    TORCH_OVERLAP_CHECK(
-        found != ranks().buffers.end(), kValue,
-        "destroy_comm_overlap_buffer: expected the id of a live buffer, got ", id,
-        id > 0 && id <= ranks().last_buffer ? ", which was destroyed"
-                                            : ", which no buffer ever had",
-        ". Pass what create_comm_overlap_buffer() returned.");
+    TORCH_OVERLAP_CHECK(found != ranks().buffers.end(), kValue,
+                        "destroy_comm_overlap_buffer: expected the id of a live buffer, got ", id,
+                        id > 0 && id <= ranks().last_buffer ? ", which was destroyed"
+                                                            : ", which no buffer ever had",
+                        ". Pass what create_comm_overlap_buffer() returned.");
     for (const auto& [ordinal, core_id] : found->second.core_ids) core_ids.push_back(core_id);
     if (--found->second.holds == 0) ranks().buffers.erase(found);
   }
@@ -305,9 +314,7 @@ int64_t CreateCommOverlapBuffer(CommOverlapType comm_type, CommOverlapMethod met
                               .aggregate_ag = aggregate_ag});
 }
 
-void DestroyCommOverlapBuffer(size_t unique_id) {
-  destroy_buffer(static_cast<int64_t>(unique_id));
-}
+void DestroyCommOverlapBuffer(size_t unique_id) { destroy_buffer(static_cast<int64_t>(unique_id)); }
 
 void DestroyAllCommOverlapBuffers() { destroy_all_buffers(); }
 

@@ -50,8 +50,8 @@ struct AxisOptions {
 TORCH_OVERLAP_API int64_t add_axis(const AxisOptions& options);
 // Finalizes the communicators of an axis and destroys its buffers. Collective.
 TORCH_OVERLAP_API void remove_axis(int64_t axis);
-// Ends what is left at the end of the process; a rank that does not answer is waited for `timeout`.
-TORCH_OVERLAP_API void remove_all_axes(Milliseconds timeout);
+// Ends what is left at the end of the process. Waits some seconds for ranks that do not answer.
+TORCH_OVERLAP_API void remove_all_axes() noexcept;
 
 // Throws kValue, naming `op`, if there is no such axis, or no rank of it on the device.
 TORCH_OVERLAP_API DeviceRank find_rank(std::string_view op, int64_t axis, int ordinal);

@@ -234,10 +234,9 @@ Tensor gemm_result(const GemmCall& call, size_t index, c10::SymIntArrayRef sizes
   const int64_t wanted = product(sizes).expect_int();
   const int64_t got = result.defined() ? result.numel() : 0;
   if (wanted == 0 && got == 0) return at::empty_symint(sizes, options);
-  TORCH_OVERLAP_CHECK(got > 0 && result.sym_sizes() == sizes, kValue, op, ": expected ", name,
-                      " of shape ", sizes, ", got ",
-                      result.defined() ? result.sym_sizes() : c10::SymIntArrayRef{},
-                      ". Allocate it so.");
+  TORCH_OVERLAP_CHECK(
+      got > 0 && result.sym_sizes() == sizes, kValue, op, ": expected ", name, " of shape ", sizes,
+      ", got ", result.defined() ? result.sym_sizes() : c10::SymIntArrayRef{}, ". Allocate it so.");
   TORCH_OVERLAP_CHECK(
       result.scalar_type() == options.dtype().toScalarType() && result.device() == options.device(),
       kType, op, ": expected ", name, " of dtype ", options.dtype().toScalarType(), " on ",

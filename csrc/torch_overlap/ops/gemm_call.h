@@ -79,7 +79,8 @@ struct GemmResultShape {
   at::ScalarType dtype;
   at::ScalarType saved_dtype;  // dtype of the tensors saved with the output; never 8-bit
 };
-TORCH_OVERLAP_API GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op = "gemm");
+TORCH_OVERLAP_API GemmResultShape gemm_result_shape(const GemmCall& call,
+                                                    std::string_view op = "gemm");
 // Allocates the results, or returns those of call.into.
 GemmResults empty_gemm_results(const GemmCall& call, std::string_view op = "gemm");
 // Allocates result number `index` of GemmResults, or returns that of call.into. Throws unless the

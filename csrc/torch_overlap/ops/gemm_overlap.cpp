@@ -101,9 +101,9 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
   auto results = empty_gemm_results(call);
   auto& aux_out = std::get<kAuxOut>(results);
   const bool widens = !gathers && aux.element_size() == 1;  // sum of 8-bit values
-  aux_out = gemm_result(
-      call, kAuxOut, sizes,
-      widens ? aux.options().dtype(std::get<0>(results).scalar_type()) : aux.options());
+  aux_out =
+      gemm_result(call, kAuxOut, sizes,
+                  widens ? aux.options().dtype(std::get<0>(results).scalar_type()) : aux.options());
   if (aux.is_meta()) return results;
   const int64_t rows = matrix.rows.expect_int();
   const int64_t columns = matrix.cols.expect_int();

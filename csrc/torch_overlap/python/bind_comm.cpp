@@ -27,6 +27,7 @@ CommPtr new_comm(const std::string& backend, c10::Device device,
 // Aborts all communicators, because no thread of theirs may use Python once the interpreter ends.
 // Returns the names of those that were neither finalized nor aborted before.
 std::vector<std::string> abort_all() {
+  run_exit_functions();
   std::vector<std::string> names;
   for (const CommPtr& comm : live_comms()) {
     if (comm->is_finalized() || comm->is_aborted()) continue;

@@ -364,6 +364,10 @@ void register_overlap(py::module_& m) {
                                                                      kCoreDoc);
   core.def_property_readonly("config", &CommOverlapCore::config,
                              "The CommOverlapConfig of the buffer.")
+      .def_property_readonly(
+          "algos",
+          [](const CommOverlapCore& self) { return py::cast(self.config()).attr("algos"); },
+          "Algorithms of the products of this buffer: config.algos.")
       .def("get_tp_size", &CommOverlapCore::get_tp_size, "Returns the number of ranks.")
       .def("is_atomic_gemm", &CommOverlapCore::is_atomic_gemm,
            "Returns True if the buffer supports the atomic methods: config.atomic_gemm.")

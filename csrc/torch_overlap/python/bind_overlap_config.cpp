@@ -1,7 +1,10 @@
 #include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <tuple>
+#include <vector>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/overlap/config.h"
@@ -75,6 +78,55 @@ void register_enums(py::module_& m) {
       .finalize();
 }
 
+struct AlgoParts {
+  CommOverlapAlgo algo;
+  CommOverlapType type;
+  CommOverlapMethod method;
+  bool is_atomic = false;
+};
+
+// In the order of preference: the first is what a buffer for the algorithm is made of.
+constexpr std::array<AlgoParts, 9> kAlgoParts{{
+    {CommOverlapAlgo::BULK_OVERLAP_AG, CommOverlapType::AG, CommOverlapMethod::BULK},
+    {CommOverlapAlgo::BULK_OVERLAP_RS, CommOverlapType::RS, CommOverlapMethod::BULK},
+    {CommOverlapAlgo::EXTERNAL_BULK_OVERLAP_AG, CommOverlapType::AG, CommOverlapMethod::BULK},
+    {CommOverlapAlgo::SPLIT_PIPELINED_AG_P2P, CommOverlapType::AG,
+     CommOverlapMethod::RING_EXCHANGE},
+    {CommOverlapAlgo::SPLIT_PIPELINED_RS, CommOverlapType::RS, CommOverlapMethod::PIPELINE},
+    {CommOverlapAlgo::SPLIT_PIPELINED_RS_P2P, CommOverlapType::RS,
+     CommOverlapMethod::RING_EXCHANGE},
+    {CommOverlapAlgo::ATOMIC_GEMM_RS, CommOverlapType::RS, CommOverlapMethod::PIPELINE, true},
+    {CommOverlapAlgo::ATOMIC_GEMM_AG_P2P, CommOverlapType::AG, CommOverlapMethod::RING_EXCHANGE,
+     true},
+    {CommOverlapAlgo::ATOMIC_GEMM_RS_P2P, CommOverlapType::RS, CommOverlapMethod::RING_EXCHANGE,
+     true},
+}};
+
+std::vector<CommOverlapAlgo> algos_of(const CommOverlapConfig& config) {
+  std::vector<CommOverlapAlgo> algos;
+  for (const AlgoParts& one : kAlgoParts) {
+    const bool is_type = config.comm_type == one.type || config.comm_type == CommOverlapType::NONE;
+    if (is_type && config.method == one.method && config.atomic_gemm == one.is_atomic) {
+      algos.push_back(one.algo);
+    }
+  }
+  return algos;
+}
+
+CommOverlapConfig config_of_algo(CommOverlapAlgo algo, std::vector<int64_t> buffer_shape,
+                                 at::ScalarType buffer_dtype, int tp_size) {
+  const auto found = std::find_if(kAlgoParts.begin(), kAlgoParts.end(),
+                                  [&](const AlgoParts& one) { return one.algo == algo; });
+  TORCH_OVERLAP_CHECK(found != kAlgoParts.end(), kValue,
+                      "CommOverlapConfig: expected algo to be one that overlaps, got ",
+                      to_string(algo), ". Multiply without a buffer (comm_type NONE).");
+  auto config = CommOverlapConfig::defaults(found->type, found->method, tp_size);
+  config.buffer_shape = std::move(buffer_shape);
+  config.buffer_dtype = buffer_dtype;
+  config.atomic_gemm = found->is_atomic;
+  return config;
+}
+
 void register_config(py::module_& m) {
   py::class_<CommOverlapConfig>(m, "CommOverlapConfig", kConfigDoc)
       .def(py::init([](CommOverlapType comm_type, CommOverlapMethod method,
@@ -141,6 +193,14 @@ void register_config(py::module_& m) {
                     "True if RING_EXCHANGE of AG computes products of two chunks.")
       .def_readonly("relay_ag", &CommOverlapConfig::relay_ag,
                     "True if RING_EXCHANGE of AG forwards chunks from neighbour to neighbour.")
+      .def_property_readonly("algos", &algos_of,
+                             "Algorithms of the products of such a buffer, as Transformer Engine "
+                             "names them: one, or several for BULK.")
+      .def_static(
+          "of_algo", &config_of_algo, py::arg("algo"), py::arg("buffer_shape"),
+          py::arg("buffer_dtype"), py::arg("tp_size"),
+          "Returns the configuration of a buffer for an algorithm, with the defaults of its "
+          "method. Raises InvalidValueError for NO_OVERLAP, which has no buffer.")
       .def("__eq__", [](const CommOverlapConfig& a, const CommOverlapConfig& b) { return a == b; })
       .def(py::pickle(&config_state, &config_of_state))
       .def("__repr__", [](const CommOverlapConfig& config) {

@@ -1,6 +1,7 @@
 """Every public class, function, method and property has a docstring."""
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -16,7 +17,8 @@ def modules() -> list[str]:
     names = ["torch_overlap"]
     for package in ("torch_overlap", "torch_overlap.compat", "torch_overlap.tools"):
         for found in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-            if not found.name.rpartition(".")[2].startswith(("_", "lib")):
+            is_optional = found.name == "torch_overlap.jax" and importlib.util.find_spec("jax") is None
+            if not found.name.rpartition(".")[2].startswith(("_", "lib")) and not is_optional:
                 names.append(found.name)
     return names
 

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch_overlap_jax as toj
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import torch_overlap_jax as toj
 
 AXIS = "tp"
 CHECKS: dict[str, Callable[[Mesh, np.random.Generator], None]] = {}
@@ -29,9 +30,7 @@ def run_check(name: str, mesh: Mesh, seed: int) -> None:
 
 
 def mapped(mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    return lambda f: jax.jit(
-        jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    )
+    return lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
 def spread(mesh: Mesh, spec: P, values: np.ndarray, dtype: Any = None) -> jax.Array:
@@ -170,9 +169,7 @@ def check_product_dtypes(mesh: Mesh, rng: np.random.Generator) -> None:
     for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
         x, w = (rng.standard_normal(shape) for shape in ((4 * n, 24), (24, 8 * n)))
         x, w = (np.asarray(jnp.asarray(value).astype(dtype)).astype(np.float64) for value in (x, w))
-        f = mapped(mesh, (P(AXIS), P(None, AXIS)), P(None, AXIS))(
-            lambda x, w: toj.all_gather_matmul(x, w, AXIS)
-        )
+        f = mapped(mesh, (P(AXIS), P(None, AXIS)), P(None, AXIS))(lambda x, w: toj.all_gather_matmul(x, w, AXIS))
         assert_close(f(spread(mesh, P(AXIS), x, dtype), spread(mesh, P(None, AXIS), w, dtype)), x @ w)
 
 
@@ -192,9 +189,7 @@ def check_mlp_in_scan(mesh: Mesh, rng: np.random.Generator) -> None:
 
     same_gradients(
         mesh,
-        stack(
-            lambda x, w: toj.all_gather_matmul(x, w, AXIS), lambda x, w: toj.matmul_reduce_scatter(x, w, AXIS)
-        ),
+        stack(lambda x, w: toj.all_gather_matmul(x, w, AXIS), lambda x, w: toj.matmul_reduce_scatter(x, w, AXIS)),
         stack(
             lambda x, w: jax.lax.all_gather(x, AXIS, tiled=True) @ w,
             lambda x, w: jax.lax.psum_scatter(x @ w, AXIS, tiled=True),
@@ -265,7 +260,12 @@ def check_gather_modes(mesh: Mesh, rng: np.random.Generator) -> None:
 @check
 def check_scatter_modes(mesh: Mesh, rng: np.random.Generator) -> None:
     n = mesh.shape[AXIS]
-    modes = [(Method.PIPELINE, False), (Method.PIPELINE, True), (Method.RING_EXCHANGE, False), (Method.RING_EXCHANGE, True)]
+    modes = [
+        (Method.PIPELINE, False),
+        (Method.PIPELINE, True),
+        (Method.RING_EXCHANGE, False),
+        (Method.RING_EXCHANGE, True),
+    ]
     for method, atomic in modes:
         for rows in (2 * n, 2 * n + 1, n - 1):  # the last two are shared unequally
             x, w, b = rng.standard_normal((rows, 4 * n)), rng.standard_normal((4 * n, 8)), rng.standard_normal(8)

@@ -1,0 +1,30 @@
+"""One process of a mesh: `process_rank.py <coordinator> <size> <rank> <seed> <checks>...`."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+
+
+def main(coordinator: str, size: int, rank: int, seed: int, checks: list[str]) -> None:
+    jax.config.update("jax_enable_x64", True)
+    jax.distributed.initialize(coordinator, size, rank)
+    import jax_checks
+    import numpy as np
+    from jax.sharding import Mesh
+
+    import torch_overlap_jax as toj
+
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    axis = toj.bootstrap(mesh, "tp", timeout=60)
+    assert axis.size == size
+    for name in checks:
+        jax_checks.run_check(name, mesh, seed)
+        print(f"{name}: done", flush=True)
+    axis.close()
+    print("all checks are done", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *(int(argument) for argument in sys.argv[2:5]), sys.argv[5:])

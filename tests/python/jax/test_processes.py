@@ -1,0 +1,51 @@
+"""One process per device, as jax.distributed starts them: the backend gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax_checks
+import pytest
+
+FOLDER = Path(__file__).parent
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+MODES = ["gather_modes", "scatter_modes", "bulk_modes", "fp8_gather"]
+CHECKS_OF_TWO = [name for name in jax_checks.CHECKS if name not in MODES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "checks"), [(2, CHECKS_OF_TWO), (2, MODES), (3, MODES)])
+def test_checks(size, checks, seed):
+    coordinator = f"127.0.0.1:{free_port()}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "JAX_COORDINATOR_ADDRESS": coordinator}
+    env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(FOLDER.parents[2]), env.get("PYTHONPATH", "")])
+    env.pop("XLA_FLAGS", None)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(FOLDER / "process_rank.py"), coordinator, str(size), str(rank), str(seed)] + checks,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, output[-4000:]
+        assert "all checks are done" in output
