@@ -30,6 +30,7 @@ myst_heading_anchors = 4
 
 # A docstring uses single backticks for code, as the pages do.
 default_role = "code"
+smartquotes = False
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True

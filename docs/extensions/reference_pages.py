@@ -122,8 +122,8 @@ def header_page() -> str:
 
 def exported(text: str) -> list[str]:
     """Returns the classes and functions that a header exports, in order."""
-    found = re.findall(r"TORCH_OVERLAP_API\s+(?:[\w:<>,&*\s]+?[\s&*])?(\w+)\s*(?:\(|\{|:|final\b)", text)
-    return list(dict.fromkeys(found))
+    pattern = r"(?:class|struct) TORCH_OVERLAP_API (\w+)|TORCH_OVERLAP_API\s[^;(){}]*?\b(\w+)\("
+    return list(dict.fromkeys(match[1] or match[2] for match in re.finditer(pattern, text)))
 
 
 def write(name: str, text: str) -> None:

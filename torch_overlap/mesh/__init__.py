@@ -1,9 +1,9 @@
 """Layouts of tensors on a mesh of ranks, the communication between layouts, and its cost.
 
-mesh = Mesh({"dp": 2, "tp": 4})
-rows = to_layout(P("dp", "tp"), mesh, 2)
-columns = Layout.parse(mesh, "[],[dp,tp]")
-print(plan_reshard(rows, columns, (4096, 4096), 2, CostModel.h200()).explain())
+    mesh = Mesh({"dp": 2, "tp": 4})
+    rows = to_layout(P("dp", "tp"), mesh, 2)
+    columns = Layout.parse(mesh, "[],[dp,tp]")
+    print(plan_reshard(rows, columns, (4096, 4096), 2, CostModel.h200()).explain())
 
 The planner computes on values: it needs no communicator and no GPU, and a mesh may have any size.
 """
