@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_overlap import ops
@@ -48,6 +48,7 @@ def register_parallel_styles(algorithm: str = "auto") -> list[str]:
             self.gathers = gathers
 
         def install_forward(self, module: Any, mesh: Any) -> Any:
+            _expect_linear(module)
             comm = comm_of(mesh)
 
             def forward(x: Tensor) -> Tensor:
@@ -55,7 +56,8 @@ def register_parallel_styles(algorithm: str = "auto") -> list[str]:
                 (y,) = copy_matmul(x, [weight], [bias], comm, algorithm)
                 return ops.all_gather(y, comm, -1, grad="I") if self.gathers else y
 
-            return _install(module, forward)
+            module.forward = forward
+            return module
 
     class Row(parallel.RowwiseParallel):  # type: ignore[misc]
         def __init__(self, splits: bool) -> None:
@@ -63,13 +65,15 @@ def register_parallel_styles(algorithm: str = "auto") -> list[str]:
             self.splits = splits
 
         def install_forward(self, module: Any, mesh: Any) -> Any:
+            _expect_linear(module)
             comm = comm_of(mesh)
 
             def forward(x: Tensor) -> Tensor:
                 weight, bias = _local(module)
                 return sum_matmul(local_shard(x, -1, comm) if self.splits else x, weight, bias, comm, algorithm)
 
-            return _install(module, forward)
+            module.forward = forward
+            return module
 
     styles = dict(zip(_WORDS, (Column(False), Column(True), Row(False), Row(True)), strict=True))
     for word, style in styles.items():
@@ -77,14 +81,10 @@ def register_parallel_styles(algorithm: str = "auto") -> list[str]:
     return [PREFIX + word for word in styles]
 
 
-def _install(module: Any, forward: Any) -> Any:
-    ranks = {"in_features", "out_features", "weight"}
-    missing = sorted(name for name in ranks if not hasattr(module, name))
-    if missing:
-        raise TypeError(f"tp_plan: expected an nn.Linear for a style of {PREFIX}*, got {type(module).__name__} without "
-                        f"{missing[0]}. Use transformers' style for it.")  # fmt: skip
-    module.forward = forward
-    return module
+def _expect_linear(module: nn.Module) -> None:
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        raise TypeError(f"tp_plan: expected an nn.Linear for a style of {PREFIX}*, got {type(module).__name__}. Use "
+                        "transformers' style for it.")  # fmt: skip
 
 
 def _local(module: Any) -> tuple[Tensor, Tensor | None]:
