@@ -10,7 +10,7 @@
     def mlp(x, w1, w2):
         return toj.matmul_reduce_scatter(jax.nn.gelu(toj.all_gather_matmul(x, w1, "tp")), w2, "tp")
 
-docs/jax.md describes it. This package imports neither torch nor the rest of torch_overlap.
+docs/howto/jax.md describes it. This package imports neither torch nor the rest of torch_overlap.
 """
 
 from __future__ import annotations
