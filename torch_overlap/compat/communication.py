@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from torch_overlap._C import MeshComms
 from torch_overlap.mesh._core import CostModel, Plan, plan_reshard, wire_bytes
 from torch_overlap.mesh.communication.all_gather import all_gather_move, gather_all_axes_move
@@ -22,7 +24,7 @@ from torch_overlap.mesh.communication.broadcast import broadcast, broadcast_axes
 from torch_overlap.mesh.communication.p_permute import ppermute, ppermute_axes
 from torch_overlap.mesh.communication.reduce_scatter import reduce_scatter_move
 from torch_overlap.mesh.communication.reshard import assume_partial_move, reshard_move
-from torch_overlap.mesh.communication.shard import shard_move
+from torch_overlap.mesh.communication.shard import shard, shard_move
 from torch_overlap.mesh.sharded import Sharded
 
 __all__ = [
@@ -110,9 +112,13 @@ class LocalOperation(CollectiveOperation):
 
 
 class ShardOp(LayoutOperation):
-    """Places a Sharded on its mesh; see shard."""
+    """Places a Sharded on its mesh, or a plain tensor on a given mesh; see shard."""
 
     name, move = "shard", staticmethod(shard_move)
+
+    def __call__(self, x: Sharded | Tensor, *args: Any, **kwargs: Any) -> Sharded:
+        """Runs shard(x, mesh, spec) for a plain tensor, otherwise the operation (x, spec)."""
+        return super().__call__(x, *args, **kwargs) if isinstance(x, Sharded) else shard(x, *args, **kwargs)
 
 
 class ReshardOp(LayoutOperation):

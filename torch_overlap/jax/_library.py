@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -65,8 +66,15 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(LIBRARY))
     _declare(loaded)
     check_ffi_version(loaded.torch_overlap_jax_ffi_version(), running_ffi_version(), jaxlib.__version__)
-    atexit.register(loaded.torch_overlap_jax_exit)
+    atexit.register(_end)
     return loaded
+
+
+def _end() -> None:
+    """Ends the axes at exit, after the programs that use them."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a program whose results nobody read
+        jax.effects_barrier()
+    library().torch_overlap_jax_exit()
 
 
 def check_ffi_version(built: int, running: int | None, jaxlib_version: str) -> None:

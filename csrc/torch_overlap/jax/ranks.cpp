@@ -119,9 +119,11 @@ void end_ranks(std::vector<DeviceRank> ended, std::optional<Milliseconds> timeou
   });
 }
 
-std::vector<DeviceRank> ranks_of(const Axis& axis) {
+// Moves the ranks out of an axis.
+std::vector<DeviceRank> take_ranks(Axis& axis) {
   std::vector<DeviceRank> all;
-  for (const auto& [ordinal, rank] : axis.by_ordinal) all.push_back(rank);
+  for (auto& [ordinal, rank] : axis.by_ordinal) all.push_back(std::move(rank));
+  axis.by_ordinal.clear();
   return all;
 }
 
@@ -169,7 +171,7 @@ void remove_axis(int64_t axis) {
   std::vector<int64_t> buffers;
   {
     const std::lock_guard lock(ranks().mutex);
-    ended = ranks_of(require_axis("close", axis));
+    ended = take_ranks(require_axis("close", axis));
     ranks().axes.erase(axis);
     std::erase_if(ranks().buffers, [&](const auto& item) {
       if (item.second.axis != axis) return false;
@@ -191,9 +193,9 @@ void remove_all_axes() noexcept {
   } catch (const std::exception&) {
     return;  // the process ends
   }
-  for (const auto& [id, axis] : axes) {
+  for (auto& [id, axis] : axes) {
     try {
-      end_ranks(ranks_of(axis), kExitTimeout);
+      end_ranks(take_ranks(axis), kExitTimeout);
     } catch (const std::exception&) {
       continue;  // aborted: another rank ended without finalize
     }

@@ -320,3 +320,27 @@ def test_numbers_of_the_enums() -> None:
         "ATOMIC_GEMM_RS_P2P": 8,
         "EXTERNAL_BULK_OVERLAP_AG": 9,
     }
+
+
+def run_algos(comm: to.TorchComm) -> None:
+    size = comm.get_size()
+    for algo in to.CommOverlapAlgo:
+        if algo == to.CommOverlapAlgo.NO_OVERLAP:
+            with pytest.raises(to.InvalidValueError, match="CommOverlapConfig: expected algo to be one that overlaps"):
+                to.CommOverlapConfig.of_algo(algo, [8, 16], torch.float32, size)
+            continue
+        config = to.CommOverlapConfig.of_algo(algo, [8, 16], torch.float32, size)
+        is_ring = config.method == RING
+        assert config.atomic_gemm == algo.name.startswith("ATOMIC")
+        assert config.comm_type == (AG if "_AG" in algo.name else RS)
+        assert is_ring == algo.name.endswith("P2P")
+        buffer = (to.CommOverlapP2PBase if is_ring else to.CommOverlapBase)(comm, config)
+        assert algo in buffer.algos
+        assert buffer.algos == config.algos
+        assert (len(buffer.algos) > 1) == (algo.name in ("BULK_OVERLAP_AG", "EXTERNAL_BULK_OVERLAP_AG"))
+    either = to.CommOverlapConfig(to.CommOverlapType.NONE, BULK, [8, 16], torch.float32, size)
+    assert {algo.name for algo in either.algos} == {"BULK_OVERLAP_AG", "BULK_OVERLAP_RS", "EXTERNAL_BULK_OVERLAP_AG"}
+
+
+def test_algorithms_make_buffers_that_have_them() -> None:
+    run_ranks(run_algos, 2)
