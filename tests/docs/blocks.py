@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,6 +53,33 @@ class Command:
     @property
     def name(self) -> str:
         return f"{self.page}:{self.line}"
+
+
+def unimported(source: str, loaded: set[str]) -> set[str]:
+    """Returns the modules that a program names (`torch.distributed.fsdp.fully_shard`) and neither imports nor has after
+    `import torch, torch_overlap`, which load `loaded`. Other programs of the same process may hide that."""
+    tree = ast.parse(source)
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module or "")
+    found = set()
+    for node in ast.walk(tree):
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if (
+            re.fullmatch(r"torch(\.\w+)+", name)
+            and name not in loaded
+            and importlib.util.find_spec(name.rpartition(".")[0])
+        ):
+            try:
+                is_module = importlib.util.find_spec(name) is not None
+            except ModuleNotFoundError:  # an attribute of something that is no package
+                is_module = False
+            if is_module and not any(other == name or other.startswith(f"{name}.") for other in imported):
+                found.add(name)
+    return found
 
 
 def pages() -> list[Path]:

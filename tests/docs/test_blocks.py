@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blocks import ROOT, Command, Program, commands_of, pages, programs_of
+from blocks import ROOT, Command, Program, commands_of, pages, programs_of, unimported
 
 from torch_overlap.testing import run_ranks
 
@@ -34,21 +34,20 @@ def as_rank(rank: int, size: int, store: Any, run: int, source: str, file: str, 
         RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(store.underlying_store.port), TORCHELASTIC_RUN_ID=str(run)
     )
     printed, path, before = io.StringIO(), list(sys.path), os.getcwd()
+    scope: dict[str, Any] = {"__name__": "__main__", "__file__": file}
     try:
         os.chdir(folder)
         with contextlib.redirect_stdout(printed):
             if source:
-                exec(compile(source, file, "exec"), {"__name__": "__main__", "__file__": file})
+                exec(compile(source, file, "exec"), scope)
             else:
                 sys.path.insert(0, str(Path(file).parent))
                 runpy.run_path(file, run_name="__main__")
     finally:
         sys.path[:] = path
         os.chdir(before)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    for name in sorted(torch_overlap.comm_names()):
-        torch_overlap.get_comm(name).finalize()
+    assert not dist.is_initialized(), "expected destroy_process_group() at the end of the program"
+    assert torch_overlap.comm_names() == [], "expected finalize() at the end of the program"
     return printed.getvalue()
 
 
@@ -61,6 +60,13 @@ def on_ranks(size: int, source: str, file: str, folder: Path) -> list[str]:
         "TORCHCOMM_ABORT_ON_ERROR": "0", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     return run_ranks(as_rank, size, run, source, file, str(folder), comm=False, timeout=120, env=env)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> set[str]:
+    """Returns the modules that a program has after its first lines."""
+    code = "import sys, torch, torch_overlap; print(*sys.modules)"
+    return set(in_process([sys.executable, "-c", code], ROOT).split())
 
 
 def in_process(words: list[str], folder: Path) -> str:
@@ -76,7 +82,8 @@ def same(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_a_program(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program(program: Program, tmp_path: Path, loaded: set[str]) -> None:
+    assert unimported(program.source, loaded) == set()
     if program.needs == "gpu":
         compile(program.source, program.page, "exec")
         return
@@ -101,6 +108,12 @@ def test_a_command(command: Command, tmp_path: Path) -> None:
         assert words[0] == "python", f"{command.name}: expected torchrun or python before output, got {words[0]}"
         printed = in_process([sys.executable, *words[1:]], ROOT)
     assert same(printed.splitlines()) == same(command.output)
+
+
+def test_a_missing_import_is_found(loaded: set[str]) -> None:
+    source = "import torch\ntorch.distributed.fsdp.fully_shard(torch.nn.functional.gelu)\n"
+    assert unimported(source, loaded) == {"torch.distributed.fsdp"}
+    assert unimported(f"from torch.distributed.fsdp import fully_shard\n{source}", loaded) == set()
 
 
 def test_the_pages_have_programs() -> None:
