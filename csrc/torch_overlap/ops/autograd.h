@@ -228,7 +228,7 @@ class Backward {
   static void take(Tensor& field, variable_list& saved, size_t& next) {
     field = std::move(saved.at(next++));
   }
-  // restore() has told whether an optional tensor exists.
+  // An optional tensor is among the saved ones if has() says so.
   void take(std::optional<Tensor>& field, variable_list& saved, size_t& next) {
     if (has(field)) field = std::move(saved.at(next++));
   }
