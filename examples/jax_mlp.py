@@ -131,7 +131,6 @@ def main() -> None:
     else:
         import jax
 
-        os.environ["JAX_COORDINATOR_ADDRESS"] = options.coordinator
         jax.distributed.initialize(options.coordinator, options.size, options.rank)
     run(options.steps)
     return None

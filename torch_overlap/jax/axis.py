@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,8 +69,8 @@ def bootstrap(
         backend: "nccl" on GPUs, "local" for CPU devices in one process and "gloo" for CPU processes, which are the
             defaults. "gloo" imports torch.
         store: where processes meet: "tcp://host" (process 0 serves a free port of that host), "tcp://host:port" (a
-            TCPStore that exists) or "file:///path". Default: process 0 serves it, at the host in
-            JAX_COORDINATOR_ADDRESS if that is set, otherwise at its own name.
+            TCPStore that exists) or "file:///path". Default: process 0, which serves jax's coordinator,
+            serves it too, under the name of its host.
         timeout: seconds that a rank waits for another one. Default: that of torch_overlap (TORCHCOMM_TIMEOUT_SECONDS).
 
     Raises:
@@ -152,9 +151,6 @@ def _open_store(store: str | None, num_ranks: int, timeout_ms: int) -> int:
 
 
 def _own_host() -> str:
-    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", "")
-    if coordinator:
-        return coordinator.rpartition(":")[0] or coordinator
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)

@@ -10,6 +10,7 @@
 #include "torch_overlap/overlap/registry.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
+#include "torch_overlap/python/overlap_algos.h"
 #include "torch_overlap/symm/pretend_unreachable.h"
 
 namespace torch_overlap::python {
@@ -365,8 +366,7 @@ void register_overlap(py::module_& m) {
   core.def_property_readonly("config", &CommOverlapCore::config,
                              "The CommOverlapConfig of the buffer.")
       .def_property_readonly(
-          "algos",
-          [](const CommOverlapCore& self) { return py::cast(self.config()).attr("algos"); },
+          "algos", [](const CommOverlapCore& self) { return algos_of(self.config()); },
           "Algorithms of the products of this buffer: config.algos.")
       .def("get_tp_size", &CommOverlapCore::get_tp_size, "Returns the number of ranks.")
       .def("is_atomic_gemm", &CommOverlapCore::is_atomic_gemm,

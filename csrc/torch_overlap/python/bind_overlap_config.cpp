@@ -10,6 +10,7 @@
 #include "torch_overlap/overlap/config.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
+#include "torch_overlap/python/overlap_algos.h"
 
 namespace torch_overlap::python {
 namespace {
@@ -101,17 +102,6 @@ constexpr std::array<AlgoParts, 9> kAlgoParts{{
     {CommOverlapAlgo::ATOMIC_GEMM_RS_P2P, CommOverlapType::RS, CommOverlapMethod::RING_EXCHANGE,
      true},
 }};
-
-std::vector<CommOverlapAlgo> algos_of(const CommOverlapConfig& config) {
-  std::vector<CommOverlapAlgo> algos;
-  for (const AlgoParts& one : kAlgoParts) {
-    const bool is_type = config.comm_type == one.type || config.comm_type == CommOverlapType::NONE;
-    if (is_type && config.method == one.method && config.atomic_gemm == one.is_atomic) {
-      algos.push_back(one.algo);
-    }
-  }
-  return algos;
-}
 
 CommOverlapConfig config_of_algo(CommOverlapAlgo algo, std::vector<int64_t> buffer_shape,
                                  at::ScalarType buffer_dtype, int tp_size) {
@@ -209,6 +199,17 @@ void register_config(py::module_& m) {
 }
 
 }  // namespace
+
+std::vector<CommOverlapAlgo> algos_of(const CommOverlapConfig& config) {
+  std::vector<CommOverlapAlgo> algos;
+  for (const AlgoParts& one : kAlgoParts) {
+    const bool is_type = config.comm_type == one.type || config.comm_type == CommOverlapType::NONE;
+    if (is_type && config.method == one.method && config.atomic_gemm == one.is_atomic) {
+      algos.push_back(one.algo);
+    }
+  }
+  return algos;
+}
 
 void register_overlap_config(py::module_& m) {
   register_enums(m);

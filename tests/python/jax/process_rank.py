@@ -17,7 +17,7 @@ def main(coordinator: str, size: int, rank: int, seed: int, checks: list[str]) -
     import torch_overlap_jax as toj
 
     mesh = Mesh(np.array(jax.devices()), ("tp",))
-    axis = toj.bootstrap(mesh, "tp", timeout=60)
+    axis = toj.bootstrap(mesh, "tp", store="tcp://127.0.0.1", timeout=60)
     assert axis.size == size
     for name in checks:
         jax_checks.run_check(name, mesh, seed)

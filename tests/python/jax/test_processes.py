@@ -28,7 +28,7 @@ CHECKS_OF_TWO = [name for name in jax_checks.CHECKS if name not in MODES]
 @pytest.mark.parametrize(("size", "checks"), [(2, CHECKS_OF_TWO), (2, MODES), (3, MODES)])
 def test_checks(size, checks, seed):
     coordinator = f"127.0.0.1:{free_port()}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "JAX_COORDINATOR_ADDRESS": coordinator}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(FOLDER.parents[2]), env.get("PYTHONPATH", "")])
     env.pop("XLA_FLAGS", None)
     ranks = [
