@@ -73,6 +73,11 @@ endef
 	.venv/bin/python -m pip install -q $$(sed -n "s/^jax = \[\"\(jax[^;]*\);.*/\1/p" pyproject.toml)
 	@touch $@
 
+# The packages of tests/python/compat.
+.venv/.slots: pyproject.toml | .venv/.packages
+	.venv/bin/python -m pip install -q $$(sed -n 's/^slots = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	@touch $@
+
 check-python:
 	$(call say_what_is_missing,$(PYTHON))
 	@$(PYTHON) -c 'import setuptools, torch' || \
@@ -192,9 +197,10 @@ test-docs: build
 	$(PY) -m pytest tests/docs $(PYTEST_ARGS)
 
 # torch's own tests of c10d backends, on torch_overlap and on gloo; writes docs/reference/conformance.md. `make test` runs those that
-# gloo passes.
-conformance: build
+# gloo passes. Then the tests with other frameworks; writes the table of docs/howto/frameworks.md.
+conformance: build $(if $(PYTHON),,.venv/.slots)
 	$(PY) tests/conformance/conformance.py --jobs $(TEST_JOBS)
+	$(PY) tests/conformance/frameworks.py --jobs $(TEST_JOBS)
 
 # The long forms of the random tests (marked stress; the planner's in C++): TEST_SEED repeats a run, in C++
 # TORCH_OVERLAP_TEST_SEED; TORCH_OVERLAP_STRESS scales it. The tests have time limits of their own, which grow with it;
