@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the tests with other frameworks, and writes the versions and results to the table of docs/frameworks.md.
+"""Runs the tests with other frameworks, and writes the versions and results to the table of docs/howto/frameworks.md.
 
 Exit code 1 if a test fails, or if all tests of a framework are skipped because it is not installed."""
 
@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/frameworks.md"
+PAGE = ROOT / "docs/howto/frameworks.md"
 BEGIN, END = "<!-- begin: make conformance -->\n", "<!-- end -->\n"
 
 # package -> file of tests, a part of the names of its tests

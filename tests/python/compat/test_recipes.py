@@ -1,4 +1,4 @@
-"""Data parallelism of accelerate and Lightning Fabric over the backend, as docs/frameworks.md writes it."""
+"""Data parallelism of accelerate and Lightning Fabric over the backend, as docs/howto/frameworks.md writes it."""
 
 from __future__ import annotations
 
