@@ -7,8 +7,8 @@
 #include "torch_overlap/jax/ffi.h"
 #include "torch_overlap/jax/ranks.h"
 
-// The part that all handlers share. A handler converts its buffers and returns run(): its body then computes
-// on the device's rank.
+// The part that all handlers share. A handler converts its buffers and returns run(): its body then
+// computes on the device's rank.
 namespace torch_overlap::jax {
 
 // The state that XLA keeps for each custom call of a compiled program.

@@ -33,7 +33,8 @@ def test_checks(size, checks, seed):
     env.pop("XLA_FLAGS", None)
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(FOLDER / "process_rank.py"), coordinator, str(size), str(rank), str(seed), *checks], + checks,
+            [sys.executable, str(FOLDER / "process_rank.py"), coordinator, str(size), str(rank), str(seed), *checks],
+            +checks,
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
