@@ -15,7 +15,8 @@ from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
-         "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
+         "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+         "pad_token_id": 0}  # fmt: skip
 
 
 def train(model: Any, seed: int) -> list[float]:

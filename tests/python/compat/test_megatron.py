@@ -30,8 +30,8 @@ def begin(rank: int, size: int, store: Any, seed: int) -> Iterator[None]:
     try:
         # Megatron's own sequence parallelism allocates on the current GPU, and its dropout draws on it.
         tracker = SimpleNamespace(fork=nullcontext)
-        with (mock.patch("torch.cuda.current_device", lambda: "cpu"),
-              mock.patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: tracker)):  # fmt: skip
+        with (mock.patch("torch.cuda.current_device", return_value="cpu"),
+              mock.patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=tracker)):  # fmt: skip
             yield
     finally:
         parallel_state.destroy_model_parallel()

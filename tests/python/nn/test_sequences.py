@@ -77,8 +77,8 @@ def cross(rank: int, size: int, store: Any, seed: int) -> None:
             torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-9,
                                        atol=1e-11)  # fmt: skip
     for lengths in ((2 * size - 1, 2 * size), (2 * size, 2 * size - 1)):
-        with pytest.raises(to.StateError, match=rf"^ShardInput: expected the sequence of length {lengths[0]} to be "
-                                                rf"gathered before another is split, got one of length {lengths[1]}"):  # fmt: skip
+        message = rf"the sequence of length {lengths[0]} to be gathered before .*, got one of length {lengths[1]}"
+        with pytest.raises(to.StateError, match=message):
             model(*inputs(seed, *lengths))
         model(*inputs(seed, 2 * size, 2 * size))
 

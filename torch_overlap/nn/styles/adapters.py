@@ -54,7 +54,8 @@ def _expect_dtensors(module: nn.Module, _: Any) -> None:
                     raise StateError(f"forward: expected all parameters of {type(module).__name__} as DTensors, got "
                                      f"'{name}{parameter}' as a plain tensor. It was added after parallelize, and its "
                                      "values and gradients differ between the ranks: add it before, or call "
-                                     "parallelize_adapters(model) for LoRA, parallelize(module, mesh, {}) for others.")  # fmt: skip
+                                     "parallelize_adapters(model) for LoRA, parallelize(module, mesh, {}) for "
+                                     "others.")  # fmt: skip
 
 
 def _own_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -42,7 +42,7 @@ def expect_lora(module: Any, name: str) -> None:
         got = ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))
     elif len(module.lora_magnitude_vector):
         got = "DoRA"
-    elif not all(type(dropout) in (nn.Identity, nn.Dropout, PartialDropout) for dropout in module.lora_dropout.values()):
+    elif not {type(dropout) for dropout in module.lora_dropout.values()} <= {nn.Identity, nn.Dropout, PartialDropout}:
         got = "another dropout"
     if got:
         raise ValueError(f"parallelize: expected plain LoRA at '{name}', got {got}. Use LoraConfig without variants, "

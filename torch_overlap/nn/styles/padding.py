@@ -53,7 +53,8 @@ class SharedSequence:
         if before is not None and before.length != length and (missing or before.length % self.size):
             raise StateError(f"ShardInput: expected the sequence of length {before.length} to be gathered before "
                              f"another is split, got one of length {length}, which the layers cannot tell apart. "
-                             f"Gather the first (GatherSequence), or pad both to multiples of {self.size}.")  # fmt: skip
+                             "Gather the first (GatherSequence), or pad both to multiples of "
+                             f"{self.size}.")  # fmt: skip
         self._open = _Open((*(before.owners if before else ()), owner), length)
         x = _Mark.apply(x, self, None)  # type: ignore[no-untyped-call]
         return _pad(x, dim, missing) if missing else x

@@ -220,8 +220,10 @@ class _Planner:
         for name, module in first.named_modules():
             if not name and any(True for _ in module.parameters(recurse=False)):
                 raise ValueError(f"plan_for: expected no parameters of the layers of {type(self.model).__name__} "
-                                 "themselves, got some. Use sequence_parallel=False, or write a plan by hand.")  # fmt: skip
-            if name in inner or not any(True for _ in module.parameters(recurse=False)) or f"{path}.*.{name}" in self.rules:
+                                 "themselves, got some. Use sequence_parallel=False, or write a plan by "
+                                 "hand.")  # fmt: skip
+            has_rule = name in inner or f"{path}.*.{name}" in self.rules
+            if has_rule or not any(True for _ in module.parameters(recurse=False)):
                 continue
             if "." in name or isinstance(module, nn.Linear):
                 if self._is_replicated(f"{path}.*.{name}"):
