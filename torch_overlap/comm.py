@@ -34,13 +34,13 @@ def new_comm(
     backend: str,
     device: torch.device | str | int,
     name: str | None = None,
-    *,
-    timeout: timedelta | None = None,
-    hints: Mapping[str, str] | None = None,
-    store: Store | None = None,
     abort_process_on_timeout_or_error: bool | None = None,
+    timeout: timedelta | None = None,
     is_high_priority_stream: bool | None = None,
+    store: Store | None = None,
     enable_reconfigure: bool | None = None,
+    hints: Mapping[str, str] | None = None,
+    *,
     options: CommOptions | None = None,
     rank: int | None = None,
     size: int | None = None,
@@ -52,14 +52,14 @@ def new_comm(
         device: the device of the tensors. A device without an index is that of the local rank, and becomes current.
         name: unique among the live communicators of the process; operators find theirs by it. Generated if None:
             ranks that make their communicators in the same order get the same names.
-        timeout: of an operation. Default: TORCHCOMM_TIMEOUT_SECONDS, else 600 s.
-        hints: strings for the backend, e.g. {"is_high_priority_stream": "true"}. A warning names unknown ones.
-        store: for the rendezvous of the ranks. Default: torchrun's, or a TCPStore at MASTER_ADDR:MASTER_PORT.
         abort_process_on_timeout_or_error: if True, a timeout or an asynchronous error ends the process (a hung rank
             cannot raise). Default: False with enable_reconfigure, else TORCHCOMM_ABORT_ON_ERROR, else True.
+        timeout: of an operation. Default: TORCHCOMM_TIMEOUT_SECONDS, else 600 s.
         is_high_priority_stream: if True, asynchronous operations run on a CUDA stream of high priority.
+        store: for the rendezvous of the ranks. Default: torchrun's, or a TCPStore at MASTER_ADDR:MASTER_PORT.
         enable_reconfigure: if True, TorchComm.reconfigure() may change the members of the communicator. A process that
             joins one makes its own communicator with rank=0, size=1 and the others' name and store.
+        hints: strings for the backend, e.g. {"is_high_priority_stream": "true"}. A warning names unknown ones.
         options: all of these in one object. Arguments override it, and it overrides the environment.
         rank, size: given together, override the environment's (required if ranks are threads). A process without a
             launcher is rank 0 of 1 with "fake" and with backends written in Python.
@@ -119,7 +119,11 @@ copyreg.pickle(TorchComm, _refuse_to_pickle)
 
 
 def is_backend_built(name: str) -> bool:
-    """Returns True if `new_comm` knows the backend now, without searching packages for it."""
+    """Returns True if `new_comm` knows the backend now, without searching packages for it.
+
+    Args:
+        name: the `backend` of new_comm.
+    """
     return name.lower() in built_backends()
 
 
@@ -357,6 +361,10 @@ def _wait_with_timeout(work: Any, timeout: timedelta) -> None:
 
 def register_backend(name: str, backend_class: type[TorchCommBackend]) -> None:
     """Registers a Python class as a backend of `new_comm`. A name in use is replaced for later communicators.
+
+    Args:
+        name: the `backend` of new_comm.
+        backend_class: a subclass of TorchCommBackend. Each communicator makes an object of it, without arguments.
 
     Raises:
         InvalidTypeError: the class does not derive from TorchCommBackend.

@@ -38,8 +38,9 @@ def symmetric_empty(shape: int | Sequence[int], dtype: torch.dtype | None, comm:
 
 
 def get_mem_allocator(backend: str) -> Any:
-    """Returns the allocator for a `torch.cuda.MemPool` whose tensors `new_window` accepts. Also
-    `comm.get_mem_allocator()`.
+    """Returns the allocator for a `torch.cuda.MemPool` whose tensors `new_window` accepts.
+
+    It is also that of `comm.get_mem_allocator()`.
 
         pool = torch.cuda.MemPool(torch_overlap.get_mem_allocator("nccl"))
         with torch.cuda.use_mem_pool(pool):

@@ -13,6 +13,7 @@ from typing import Any
 from torch_overlap import _C
 from torch_overlap._methods import c10d, collectives, communicator, values, window, works
 from torch_overlap._methods.arguments import checked
+from torch_overlap._methods.documented import documented
 
 __all__ = ["get_comm", "get_window"]
 
@@ -46,6 +47,15 @@ _METHODS: dict[type, Sequence[Callable[..., Any]]] = {
     _C.RemovableHandle: [works.remove],
     _C._BackendWrapper: [c10d.get_comm, c10d.new_window],
 }
+_OPERATIONS: tuple[Callable[..., Any], ...] = (
+    *_functions(collectives),
+    works.issue,
+    window.put,
+    window.signal,
+    window.wait_signal,
+)
+for _operation in _OPERATIONS:
+    documented(_operation)
 for _owner, _all in _METHODS.items():
     for _function in _all:
         _set_method(_owner, _function)

@@ -35,10 +35,27 @@ def constructor_of_wrapper(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def get_comm(self: _BackendWrapper, device: torch.device | None = None) -> TorchComm:
-    """Returns the communicator for tensors on `device`. Creates it if necessary, which is collective."""
+    """Returns the communicator for tensors on `device`. Creates it if necessary, which is collective.
+
+    Args:
+        device: the device of the tensors. None means that of the only communicator.
+
+    Raises:
+        InvalidValueError: device is None and the group has several communicators.
+        InvalidTypeError: the group does not serve the device.
+        OperationTimeoutError: a rank did not arrive in time.
+    """
     return self._get_comm(device)
 
 
 def new_window(self: _BackendWrapper, tensor: Tensor | None = None) -> TorchCommWindow:
-    """Makes a window over the ranks of the group. Collective. See TorchComm.new_window."""
+    """Makes a window over the ranks of the group. Collective. See TorchComm.new_window.
+
+    Args:
+        tensor: this rank's part, or None.
+
+    Raises:
+        InvalidValueError: tensor is None and the group has several communicators.
+        UnsupportedError: the backend has no windows, or ranks cannot reach each other's memory.
+    """
     return self._get_comm(None if tensor is None else tensor.device).new_window(tensor)

@@ -40,7 +40,23 @@ def send(
     options: SendOptions | None = None,
     tag: int | None = None,
 ) -> TorchWork:
-    """Sends `tensor` to rank `dst`, whose recv must have the same number of bytes. Any dtype."""
+    """Sends `tensor` to rank `dst`.
+
+    Messages between two ranks match in the order of issue, among those of one tag. Ranks that each send before they
+    receive need a batch, or async_op=True on the CPU.
+
+    Args:
+        tensor: contiguous, on the communicator's device, of any dtype. The receiver's has the same number of bytes.
+        dst: another rank.
+        tag: separates the messages between two ranks, at least 0; the receiver passes the same. NCCL's messages have no
+            tag: there it is 0. None means that of options, otherwise 0.
+
+    Example:
+        if comm.get_rank() == 0:
+            comm.send(x, 1, async_op=False)
+        else:
+            comm.recv(x, 0, async_op=False)
+    """
     return self._send(tensor, dst, async_op, hints, timeout, options, tag)
 
 
@@ -54,7 +70,19 @@ def recv(
     options: RecvOptions | None = None,
     tag: int | None = None,
 ) -> TorchWork:
-    """Receives into `tensor` from rank `src`. Sends and receives between two ranks match in order."""
+    """Receives into `tensor` from rank `src`.
+
+    Messages between two ranks match in the order of issue, among those of one tag.
+
+    Args:
+        tensor: contiguous, on the communicator's device. The sender's has the same number of bytes.
+        src: another rank; -1 for the first message of any rank, on the CPU only.
+        tag: that of the sender, at least 0. NCCL's messages have no tag: there it is 0. None means that of options,
+            otherwise 0.
+
+    Example:
+        comm.recv(x, src=0, async_op=True).wait()
+    """
     return self._recv(tensor, src, async_op, hints, timeout, options, tag)
 
 
@@ -67,7 +95,15 @@ def broadcast(
     timeout: timedelta | None = None,
     options: BroadcastOptions | None = None,
 ) -> TorchWork:
-    """Copies the `tensor` of `root` into every rank's `tensor`. In place; any dtype."""
+    """Copies the `tensor` of rank `root` into every rank's `tensor`, in place.
+
+    Args:
+        tensor: contiguous, of any dtype, with the same number of elements on all ranks.
+        root: the rank whose values are copied.
+
+    Example:
+        comm.broadcast(weights, root=0, async_op=False)
+    """
     return self._broadcast(tensor, root, async_op, hints, timeout, options)
 
 
@@ -80,9 +116,16 @@ def all_reduce(
     timeout: timedelta | None = None,
     options: AllReduceOptions | None = None,
 ) -> TorchWork:
-    """Reduces `tensor` over all ranks; every rank gets the result. In place.
+    """Reduces `tensor` over all ranks, in place; every rank gets the result.
 
-    A sparse COO tensor (SUM only) becomes the coalesced sum.
+    Args:
+        tensor: contiguous, with the same number of elements on all ranks. A sparse COO tensor (SUM only) becomes the
+            coalesced sum.
+        op: the reduction, such as ReduceOp.SUM.
+
+    Example:
+        work = comm.all_reduce(gradient, ReduceOp.AVG, async_op=True)
+        work.wait()
     """
     return self._all_reduce(tensor, op, async_op, hints, timeout, options)
 
@@ -97,7 +140,16 @@ def reduce(
     timeout: timedelta | None = None,
     options: ReduceOptions | None = None,
 ) -> TorchWork:
-    """Reduces `tensor` over all ranks into the `tensor` of `root`, in place. The other ranks' tensors are unchanged."""
+    """Reduces `tensor` over all ranks into the `tensor` of rank `root`, in place.
+
+    Args:
+        tensor: contiguous, with the same number of elements on all ranks. That of other ranks is unchanged.
+        root: the rank that gets the result.
+        op: the reduction.
+
+    Example:
+        comm.reduce(loss, root=0, op=ReduceOp.SUM, async_op=False)
+    """
     return self._reduce(tensor, root, op, async_op, hints, timeout, options)
 
 
@@ -108,7 +160,14 @@ def barrier(
     timeout: timedelta | None = None,
     options: BarrierOptions | None = None,
 ) -> TorchWork:
-    """Blocks until all ranks have entered. CUDA: the stream waits, the host does not."""
+    """Blocks until all ranks have entered. On CUDA the stream waits, and the host does not.
+
+    Args:
+        async_op: if True, the barrier runs in the background, and wait() waits for it.
+
+    Example:
+        comm.barrier(async_op=False)
+    """
     return self._barrier(async_op, hints, timeout, options)
 
 
@@ -121,9 +180,16 @@ def all_gather(
     timeout: timedelta | None = None,
     options: AllGatherOptions | None = None,
 ) -> TorchWork:
-    """Copies the `tensor` of rank r into tensor_list[r]. All ranks pass the same number of elements.
+    """Copies the `tensor` of rank r into tensor_list[r].
 
-    Fastest if the list's tensors are contiguous in memory, in order.
+    Args:
+        tensor_list: one contiguous tensor for each rank, each with as many elements as `tensor`. It is fastest if they
+            follow each other in one memory, as the chunks of a tensor do.
+        tensor: contiguous, with the same number of elements on all ranks.
+
+    Example:
+        parts = [torch.empty_like(x) for _ in range(comm.get_size())]
+        comm.all_gather(parts, x, async_op=False)
     """
     return self._all_gather(tensor_list, tensor, async_op, hints, timeout, options)
 
@@ -137,7 +203,16 @@ def all_gather_v(
     timeout: timedelta | None = None,
     options: AllGatherOptions | None = None,
 ) -> TorchWork:
-    """all_gather with sizes that differ by rank: tensor_list[r] has rank r's size, on every rank."""
+    """Copies the `tensor` of rank r into tensor_list[r], where sizes differ by rank.
+
+    Args:
+        tensor_list: one contiguous tensor for each rank; tensor_list[r] has rank r's number of elements, on every rank.
+        tensor: contiguous, with as many elements as this rank's tensor in the list.
+
+    Example:
+        parts = [torch.empty(length) for length in lengths]
+        comm.all_gather_v(parts, x, async_op=False)
+    """
     return self._all_gather_v(tensor_list, tensor, async_op, hints, timeout, options)
 
 
@@ -150,7 +225,16 @@ def all_gather_single(
     timeout: timedelta | None = None,
     options: AllGatherSingleOptions | None = None,
 ) -> TorchWork:
-    """Copies the `input` of rank r into piece r of `output`, which has get_size() equal pieces."""
+    """Copies the `input` of rank r into piece r of `output`, which has get_size() equal pieces.
+
+    Args:
+        output: contiguous, with get_size() times as many elements as `input`. `input` may be this rank's piece of it.
+        input: contiguous, with the same number of elements on all ranks.
+
+    Example:
+        output = x.new_empty(comm.get_size() * len(x), *x.shape[1:])
+        comm.all_gather_single(output, x, async_op=False)
+    """
     return self._all_gather_single(output, input, async_op, hints, timeout, options)
 
 
@@ -166,7 +250,15 @@ def gather(
 ) -> TorchWork:
     """Copies the `input_tensor` of rank r into output_tensor_list[r] on rank `root`.
 
-    The list is ignored on other ranks: pass [] or None.
+    Args:
+        output_tensor_list: on the root, one contiguous tensor for each rank, like input_tensor. Ignored on other ranks:
+            pass [] or None.
+        input_tensor: contiguous, with the same number of elements on all ranks.
+        root: the rank that gets the tensors.
+
+    Example:
+        parts = [torch.empty_like(x) for _ in range(comm.get_size())] if comm.get_rank() == 0 else []
+        comm.gather(parts, x, root=0, async_op=False)
     """
     return self._gather(output_tensor_list, input_tensor, root, async_op, hints, timeout, options)
 
@@ -181,8 +273,17 @@ def gather_single(
     timeout: timedelta | None = None,
     options: GatherSingleOptions | None = None,
 ) -> TorchWork:
-    """Copies the `input` of rank r into piece r of the `output` of rank `root`. Other ranks may pass None for
-    `output`."""
+    """Copies the `input` of rank r into piece r of the `output` of rank `root`.
+
+    Args:
+        output: on the root, contiguous, with get_size() times as many elements as `input`. Other ranks may pass None.
+        input: contiguous, with the same number of elements on all ranks.
+        root: the rank that gets the pieces.
+
+    Example:
+        output = x.new_empty(comm.get_size() * len(x)) if comm.get_rank() == 0 else None
+        comm.gather_single(output, x, root=0, async_op=False)
+    """
     return self._gather_single(output, input, root, async_op, hints, timeout, options)
 
 
@@ -196,7 +297,16 @@ def reduce_scatter(
     timeout: timedelta | None = None,
     options: ReduceScatterOptions | None = None,
 ) -> TorchWork:
-    """Reduces input_list[r] over all ranks into the `output` of rank r."""
+    """Reduces input_list[r] over all ranks into the `output` of rank r.
+
+    Args:
+        output: contiguous, with the same number of elements on all ranks.
+        input_list: one contiguous tensor for each rank, like `output`.
+        op: the reduction.
+
+    Example:
+        comm.reduce_scatter(output, list(x.chunk(comm.get_size())), ReduceOp.SUM, async_op=False)
+    """
     return self._reduce_scatter(output, input_list, op, async_op, hints, timeout, options)
 
 
@@ -210,7 +320,17 @@ def reduce_scatter_v(
     timeout: timedelta | None = None,
     options: ReduceScatterOptions | None = None,
 ) -> TorchWork:
-    """reduce_scatter with sizes that differ by rank: input_list[r] has the size of rank r's `output`, on every rank."""
+    """Reduces input_list[r] over all ranks into the `output` of rank r, where sizes differ by rank.
+
+    Args:
+        output: contiguous, with as many elements as this rank's tensor in the list.
+        input_list: one contiguous tensor for each rank; input_list[r] has the number of elements of rank r's `output`,
+            on every rank.
+        op: the reduction.
+
+    Example:
+        comm.reduce_scatter_v(output, list(x.split(lengths)), ReduceOp.SUM, async_op=False)
+    """
     return self._reduce_scatter_v(output, input_list, op, async_op, hints, timeout, options)
 
 
@@ -224,7 +344,16 @@ def reduce_scatter_single(
     timeout: timedelta | None = None,
     options: ReduceScatterSingleOptions | None = None,
 ) -> TorchWork:
-    """Reduces piece r of `input` over all ranks into the `output` of rank r."""
+    """Reduces piece r of `input` over all ranks into the `output` of rank r.
+
+    Args:
+        output: contiguous, with the same number of elements on all ranks. It may be this rank's piece of `input`.
+        input: contiguous, with get_size() times as many elements: one piece for each rank.
+        op: the reduction.
+
+    Example:
+        comm.reduce_scatter_single(x.new_empty(len(x) // comm.get_size()), x, ReduceOp.SUM, async_op=False)
+    """
     return self._reduce_scatter_single(output, input, op, async_op, hints, timeout, options)
 
 
@@ -240,7 +369,15 @@ def scatter(
 ) -> TorchWork:
     """Copies input_tensor_list[r] of rank `root` into the `output_tensor` of rank r.
 
-    The list is ignored on other ranks: pass [] or None.
+    Args:
+        output_tensor: contiguous, with the same number of elements on all ranks.
+        input_tensor_list: on the root, one contiguous tensor for each rank, like output_tensor. Ignored on other ranks:
+            pass [] or None.
+        root: the rank whose tensors are copied.
+
+    Example:
+        parts = list(x.chunk(comm.get_size())) if comm.get_rank() == 0 else []
+        comm.scatter(output, parts, root=0, async_op=False)
     """
     return self._scatter(output_tensor, input_tensor_list, root, async_op, hints, timeout, options)
 
@@ -254,7 +391,17 @@ def all_to_all(
     timeout: timedelta | None = None,
     options: AllToAllOptions | None = None,
 ) -> TorchWork:
-    """Copies rank r's input_tensor_list[this rank] into output_tensor_list[r]. Sizes may differ by pair of ranks."""
+    """Copies rank r's input_tensor_list[this rank] into output_tensor_list[r].
+
+    Args:
+        output_tensor_list: one contiguous tensor for each rank. Sizes may differ by pair of ranks.
+        input_tensor_list: one contiguous tensor for each rank; input_tensor_list[r] has the number of elements of
+            output_tensor_list[this rank] of rank r.
+
+    Example:
+        outputs = [torch.empty_like(part) for part in parts]
+        comm.all_to_all(outputs, parts, async_op=False)
+    """
     return self._all_to_all(output_tensor_list, input_tensor_list, async_op, hints, timeout, options)
 
 
@@ -267,7 +414,15 @@ def all_to_all_single(
     timeout: timedelta | None = None,
     options: AllToAllSingleOptions | None = None,
 ) -> TorchWork:
-    """Copies the piece of rank r's `input` that belongs to this rank into piece r of `output`."""
+    """Copies the piece of rank r's `input` that belongs to this rank into piece r of `output`.
+
+    Args:
+        output: contiguous, with as many elements as `input`.
+        input: contiguous; its number of elements divides by get_size(), and is equal on all ranks.
+
+    Example:
+        comm.all_to_all_single(torch.empty_like(x), x, async_op=False)
+    """
     return self._all_to_all_single(output, input, async_op, hints, timeout, options)
 
 
@@ -282,10 +437,19 @@ def all_to_all_v_single(
     timeout: timedelta | None = None,
     options: AllToAllvSingleOptions | None = None,
 ) -> TorchWork:
-    """all_to_all_single with pieces of different sizes.
+    """Exchanges pieces of different sizes, in slices of dimension 0.
 
-    input_split_sizes[r] slices of dimension 0 go to rank r, output_split_sizes[r] slices are received from it. [] means
-    equal pieces.
+    Args:
+        output: contiguous.
+        input: contiguous, with the same dtype and sizes of the other dimensions.
+        output_split_sizes: number of slices that are received from each rank; they add up to dimension 0 of `output`.
+            [] means equal pieces.
+        input_split_sizes: number of slices that go to each rank; they add up to dimension 0 of `input`. [] means equal
+            pieces.
+
+    Example:
+        sizes = [comm.get_rank() + r for r in range(comm.get_size())]
+        comm.all_to_all_v_single(torch.empty_like(x), x, sizes, sizes, async_op=False)
     """
     return self._all_to_all_v_single(
         output, input, output_split_sizes, input_split_sizes, async_op, hints, timeout, options

@@ -82,6 +82,9 @@ def PREMUL_SUM(factor: float | Tensor) -> ReduceOp:
 def get_comm(name: str) -> TorchComm:
     """Returns the live communicator of this name in the process.
 
+    Args:
+        name: as TorchComm.get_name() returns it.
+
     Raises:
         StateError: it was finalized.
         InvalidValueError: no such communicator exists, nor is it among the latest 1000 finalized ones.
@@ -90,5 +93,12 @@ def get_comm(name: str) -> TorchComm:
 
 
 def get_window(name: str) -> TorchCommWindow:
-    """Returns the live window of this name that this rank made."""
+    """Returns the live window of this name that this rank made.
+
+    Args:
+        name: as TorchCommWindow.get_name() returns it.
+
+    Raises:
+        InvalidValueError: there is no such window.
+    """
     return _C._get_window(name)

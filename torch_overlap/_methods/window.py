@@ -11,25 +11,32 @@ from torch_overlap._C import InvalidTypeError, TorchComm, TorchCommWindow, Torch
 
 
 def tensor_register(self: TorchCommWindow, tensor: Tensor, owning: bool = True) -> None:
-    """Registers `tensor` as this rank's part of the window. Collective; blocks.
-
-    An error of one rank is raised on every rank. Raises UnsupportedError, naming a pair of ranks and the reason, if
-    ranks cannot map each other's memory, unless the backend can write to it anyway (NCCL 2.29 or newer:
-    docs/explanation/windows.md).
+    """Registers `tensor` as this rank's part of the window. Collective; blocks the host.
 
     Args:
         tensor: contiguous, of the same dtype and size on all ranks; allocated by torch_overlap.symmetric_empty, or
             under a torch.cuda.MemPool over get_mem_allocator(). (Ranks that are threads accept any CPU tensor.)
         owning: if True the window keeps the tensor alive; otherwise the caller must.
+
+    Raises:
+        UnsupportedError: on every rank, naming a pair of ranks and the reason, if ranks cannot map each other's memory,
+            unless the backend can write to it anyway (NCCL 2.29 or newer: docs/explanation/windows.md).
+        InvalidValueError, InvalidTypeError: on every rank, if one rank's tensor does not fit.
+        StateError: the window has a tensor, the communicator cannot be used, or a CUDA graph captures the stream.
+        OperationTimeoutError: a rank did not call it in time.
     """
     self._tensor_register(tensor, owning)
 
 
 def tensor_deregister(self: TorchCommWindow) -> None:
-    """Reverts tensor_register. Collective; blocks. Graphs must not be running.
+    """Reverts tensor_register. Collective; blocks the host. Graphs must not be running.
 
     Waits for this window's operations, for at most the communicator's timeout, then for all ranks. Afterwards no rank
     writes to the tensor.
+
+    Raises:
+        StateError: the window has no tensor.
+        OperationTimeoutError: an operation of the window did not end, or a rank did not call it, in time.
     """
     self._tensor_deregister()
 
@@ -49,15 +56,18 @@ def put(
 ) -> TorchWork:
     """Copies `tensor` into the tensor of rank `dst_rank`, starting at element `offset`. Signals it only if `signal`.
 
+    The work keeps `tensor` alive until the copy has been made, also if the caller drops both.
+
     Args:
         tensor: contiguous, of the window's dtype, anywhere on the device.
         dst_rank: the rank to write to.
         offset: in elements.
-        async_op: if True, returns before completion; call wait() on the work.
-        hints: as for the operations of TorchComm.
-        timeout: None means the communicator's.
+        peer_rank: torchcomms' name of dst_rank.
+        target_offset_nelems: torchcomms' name of offset.
         signal: also issues signal(dst_rank); the returned work completes when both have.
-        peer_rank, target_offset_nelems: torchcomms' names of dst_rank and offset.
+
+    Example:
+        window.put(x, dst_rank=1, offset=0, async_op=True, signal=True).wait()
     """
     to = _either("put", "dst_rank", dst_rank, "peer_rank", peer_rank)
     at = _either("put", "offset", offset, "target_offset_nelems", target_offset_nelems)
@@ -73,7 +83,15 @@ def signal(
     *,
     peer_rank: int | None = None,
 ) -> TorchWork:
-    """Increments the count of signals that rank `dst_rank` (also called peer_rank) has received from this rank."""
+    """Increments the count of signals that rank `dst_rank` has received from this rank, after all earlier puts to it.
+
+    Args:
+        dst_rank: the rank that gets the signal.
+        peer_rank: torchcomms' name of dst_rank.
+
+    Example:
+        window.signal(1, async_op=False)
+    """
     to = _either("signal", "dst_rank", dst_rank, "peer_rank", peer_rank)
     return self._signal(to, async_op, hints, timeout)
 
@@ -85,18 +103,43 @@ def wait_signal(
     hints: Mapping[str, str] | None = None,
     timeout: timedelta | None = None,
 ) -> TorchWork:
-    """Waits for a signal of rank `peer_rank` that no wait has consumed, and consumes it."""
+    """Waits for a signal of rank `peer_rank` that no wait has consumed, and consumes it.
+
+    Data that the rank put before the signal is then visible. The wait blocks no other operation.
+
+    Args:
+        peer_rank: the rank that signals.
+
+    Example:
+        window.wait_signal(0, async_op=False)
+    """
     return self._wait_signal(peer_rank, async_op, hints, timeout)
 
 
 def map_remote_tensor(self: TorchCommWindow, rank: int) -> Tensor:
-    """Returns the tensor of `rank`, mapped into this process. It keeps the memory alive. Only signals order
-    accesses."""
+    """Returns the tensor of `rank`, mapped into this process. It keeps the memory alive. Only signals order accesses.
+
+    Args:
+        rank: any rank, also this one.
+
+    Raises:
+        InvalidValueError: rank is out of range.
+        UnsupportedError: the memory of `rank` cannot be mapped: get_attr(rank) is SEPARATE.
+        StateError: the window has no tensor, or the communicator was finalized.
+    """
     return self._map_remote_tensor(rank)
 
 
 def get_attr(self: TorchCommWindow, peer_rank: int) -> TorchCommWindowAttr:
-    """Returns how this rank accesses the part of `peer_rank`."""
+    """Returns how this rank accesses the part of `peer_rank`.
+
+    Args:
+        peer_rank: any rank.
+
+    Raises:
+        InvalidValueError: peer_rank is out of range.
+        StateError: the window has no tensor, or the communicator was finalized.
+    """
     return self._get_attr(peer_rank)
 
 

@@ -17,14 +17,30 @@ def wait(self: TorchWork, timeout: timedelta | None = None) -> None:
     thread blocks on every device, for at most that long. In a CUDA graph capture it adds the edge from the operation to
     the current stream, and is needed only if the captured work reads the result.
 
+    Args:
+        timeout: the longest that the thread blocks. None means the operation's own timeout.
+
     Raises:
-        OperationTimeoutError, or the operation's own error.
+        OperationTimeoutError: the operation did not end in time.
+        Error: the operation failed; with its own error.
+
+    Example:
+        work = comm.all_reduce(x, ReduceOp.SUM, async_op=True)
+        work.wait()
     """
     self._wait(timeout)
 
 
 def wait_blocking(self: TorchWork, timeout: timedelta | None = None) -> None:
-    """Blocks the thread, on every device, until the operation completes, for at most `timeout`."""
+    """Blocks the thread, on every device, until the operation has ended.
+
+    Args:
+        timeout: the longest that the thread blocks. None means the operation's own timeout.
+
+    Raises:
+        OperationTimeoutError: the operation did not end in time. It goes on and may be waited for again.
+        Error: the operation failed; with its own error.
+    """
     self._wait_blocking(timeout)
 
 
@@ -47,12 +63,24 @@ def exception(self: TorchWork) -> BaseException | None:
 
 
 def send(self: BatchSendRecv, tensor: Tensor, dst: int, tag: int = 0) -> None:
-    """Adds a send to rank `dst`."""
+    """Adds a send to rank `dst`. Nothing is sent before issue().
+
+    Args:
+        tensor: contiguous, on the communicator's device.
+        dst: any rank, also this one.
+        tag: at least 0, and 0 on NCCL; the receiver has the same.
+    """
     self._send(tensor, dst, tag)
 
 
 def recv(self: BatchSendRecv, tensor: Tensor, src: int, tag: int = 0) -> None:
-    """Adds a receive from rank `src`."""
+    """Adds a receive from rank `src`. Nothing is received before issue().
+
+    Args:
+        tensor: contiguous, on the communicator's device.
+        src: any rank, also this one.
+        tag: that of the sender.
+    """
     self._recv(tensor, src, tag)
 
 
@@ -63,7 +91,13 @@ def issue(
     hints: Mapping[str, str] | None = None,
     timeout: timedelta | None = None,
 ) -> TorchWork:
-    """Issues the added sends and receives as one operation. An empty batch raises InvalidValueError."""
+    """Issues the added sends and receives as one operation, and empties the batch.
+
+    None of them waits for another. On NCCL a message of a batch matches one of a batch of the other rank.
+
+    Example:
+        batch.issue(async_op=True).wait()
+    """
     return self._issue(async_op, options, hints, timeout)
 
 

@@ -125,7 +125,14 @@ def create_comm_overlap_buffer(
 
 
 def destroy_comm_overlap_buffer(id: int) -> None:
-    """Decrements the reference count of the buffer, and destroys it at 0. InvalidValueError for an unknown number."""
+    """Decrements the reference count of the buffer, and destroys it at 0.
+
+    Args:
+        id: the number that create_comm_overlap_buffer returned.
+
+    Raises:
+        InvalidValueError: the number is unknown, or its buffer was destroyed.
+    """
     _C._destroy_comm_overlap_buffer(id)
 
 
@@ -135,7 +142,14 @@ def destroy_all_comm_overlap_buffers() -> None:
 
 
 def comm_overlap_buffer(id: int) -> CommOverlapCore:
-    """Returns the buffer of a number. Raises InvalidValueError for an unknown or destroyed one."""
+    """Returns the buffer of a number.
+
+    Args:
+        id: the number that create_comm_overlap_buffer returned.
+
+    Raises:
+        InvalidValueError: the number is unknown, or its buffer was destroyed.
+    """
     return _C._find_comm_overlap_buffer(id)
 
 

@@ -154,8 +154,10 @@ class TraceWriter {
       uint64_t completed = 0;
       for (const CallRecordPtr& record : records_) {
         if (record->comm != comms_[i] || !record->is_collective()) continue;
-        if (record->started_ns()) started = std::max(started, record->collective_seq);
-        if (!record->is_pending()) completed = std::max(completed, record->collective_seq);
+        const bool has_ended = !record->is_pending();
+        if (has_ended) completed = std::max(completed, record->collective_seq);
+        // Not every backend notices the start.
+        if (has_ended || record->started_ns()) started = std::max(started, record->collective_seq);
       }
       out_.key(std::to_string(i));
       out_.begin_dict();

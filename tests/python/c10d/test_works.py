@@ -163,3 +163,23 @@ def refused(rank, size, store):
 
 def test_functions_of_torch_that_refuse_other_backends_have_methods_of_the_group():
     run_ranks(refused, 2, comm=False)
+
+
+def windows(rank, size, store):
+    init(rank, size, store)
+    backend = dist.group.WORLD._get_backend(CPU)
+    assert backend.supports_window is True
+    tensor = to.symmetric_empty(4, torch.float32, backend.get_comm()).fill_(-1)
+    window = backend.new_window(tensor)
+    window.put(torch.full((4,), float(rank)), 1 - rank, 0, False, signal=True)
+    window.wait_signal(1 - rank, False)
+    assert tensor.tolist() == [1.0 - rank] * 4
+    window.tensor_deregister()
+    empty = backend.new_window()
+    with pytest.raises(RuntimeError):
+        empty.get_tensor()
+    dist.barrier()
+
+
+def test_a_group_makes_windows():
+    run_ranks(windows, 2, comm=False)

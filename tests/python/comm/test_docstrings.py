@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import torch_overlap
+
 
 def modules() -> list[str]:
     """Returns the public modules of the package, of torch_overlap.compat and of torch_overlap.tools."""
@@ -90,3 +92,63 @@ def test_a_signature_alone_is_no_docstring() -> None:
     bare.__doc__ = "bare(self: int, other: str) -> None\n"
     assert text_of(written) == "Says something."
     assert text_of(bare) == text_of(test_the_documented_modules_are_walked) == ""
+
+
+# Methods that wait for other ranks, beside those that take async_op.
+COLLECTIVE = ("split", "finalize", "reconfigure", "new_window", "tensor_register", "tensor_deregister", "wait",
+              "wait_blocking")  # fmt: skip
+OWNERS = (torch_overlap.TorchComm, torch_overlap.TorchWork, torch_overlap.TorchCommWindow,
+          torch_overlap.BatchSendRecv)  # fmt: skip
+
+
+def sections(what: Any) -> dict[str, str]:
+    """Returns the text of each section of a docstring, by its title; that of the beginning by ""."""
+    found, title = {"": ""}, ""
+    for line in (inspect.getdoc(what) or "").splitlines():
+        if re.fullmatch(r"(Args|Returns|Streams|Raises|Example):", line):
+            title = line.removesuffix(":")
+            assert title not in found, f"{title} is there twice"
+            found[title] = ""
+        else:
+            found[title] += line + "\n"
+    return found
+
+
+def documented_arguments(section: str) -> list[str]:
+    """Returns the names in "Args:"; one entry may be of several."""
+    entries = re.findall(r"^    (\w+(?:, \w+)*): \S", section, re.MULTILINE)
+    return [name for entry in entries for name in entry.split(", ")]
+
+
+def methods() -> list[tuple[str, Any]]:
+    named = [(f"{owner.__name__}.{name}", getattr(owner, name)) for owner in OWNERS for name in dir(owner)
+             if not name.startswith("_") and inspect.isfunction(getattr(owner, name))]  # fmt: skip
+    functions = [(name, getattr(torch_overlap, name)) for name in torch_overlap.__all__]
+    return named + [(name, value) for name, value in functions if inspect.isfunction(value)]
+
+
+@pytest.mark.parametrize(("name", "method"), methods(), ids=[name for name, _ in methods()])
+def test_a_method_documents_each_argument_and_what_it_raises(name: str, method: Any) -> None:
+    found = sections(method)
+    parameters = [parameter for parameter in inspect.signature(method).parameters if parameter != "self"]
+    assert sorted(documented_arguments(found.get("Args", ""))) == sorted(parameters)
+    assert found[""].strip()[0].isupper()
+    assert found[""].splitlines()[0].endswith(".")
+    assert all(text.strip() for text in found.values())
+    if "async_op" in parameters:
+        assert {"Returns", "Streams", "Raises", "Example"} <= found.keys()
+        assert "OperationTimeoutError: " in found["Raises"]
+    if name.rpartition(".")[2] in COLLECTIVE:
+        assert "Raises" in found
+    for line in (method.__doc__ or "").splitlines():
+        assert len(line) <= 120
+
+
+def test_the_methods_are_found() -> None:
+    names = [name for name, _ in methods()]
+    assert {"TorchComm.all_reduce", "TorchWork.wait", "TorchCommWindow.put", "BatchSendRecv.issue", "new_comm"} <= {
+        *names
+    }
+    assert len(names) > 75
+    communicating = [name for name, method in methods() if "async_op" in inspect.signature(method).parameters]
+    assert len(communicating) == 22

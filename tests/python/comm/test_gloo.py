@@ -147,3 +147,29 @@ def _two_places(comm: Any) -> str:
 def test_two_places_to_listen_are_refused() -> None:
     (message,) = run_ranks(_two_places, 1, backend="gloo")
     assert "expected a hostname or an interface" in message
+
+
+def _hinted(rank: int, size: int, store: Any, hints: dict[str, str]) -> list[float]:
+    comm = to.new_comm("gloo", "cpu", "hinted", store=store, rank=rank, size=size, hints=hints)
+    x = torch.tensor([rank + 1.0])
+    comm.all_reduce(x, to.ReduceOp.SUM, False)
+    child = comm.split(list(range(size)))
+    assert child is not None
+    child.all_reduce(x, to.ReduceOp.SUM, True).wait()
+    child.finalize()
+    comm.finalize()
+    return x.tolist()
+
+
+@pytest.mark.parametrize(
+    "hints", [{"lazy": "true", "persistent_store": "true"}, {"lazy": "", "hostname": "127.0.0.1"}, {"lazy": "0"}]
+)
+@pytest.mark.filterwarnings("error")
+def test_gloo_takes_torchcomms_hints(hints: dict[str, str]) -> None:
+    assert run_ranks(_hinted, 3, hints, comm=False) == [[18.0]] * 3
+
+
+@pytest.mark.parametrize("name", ["lazy", "persistent_store"])
+def test_a_hint_that_does_not_parse_is_named(name: str) -> None:
+    with pytest.raises(to.InvalidValueError, match=f"hint {name}"):
+        to.new_comm("gloo", "cpu", rank=0, size=1, store=torch.distributed.HashStore(), hints={name: "maybe"})

@@ -1,8 +1,8 @@
 """The published TorchComm API page, block by block: each code block is one test, in its order.
 
 A block that shows a signature is called with its documented argument names; an example runs as it is written, with
-torch_overlap for torchcomms, on gloo with the CPU for cuda, and on nccl if there are two GPUs. If the page is wrong,
-the test names the correction.
+torch_overlap.compat.torchcomms for torchcomms, on gloo with the CPU for cuda, and on nccl if there are two GPUs. If the
+page is wrong, the test names the correction.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import torch_overlap
+import torch_overlap.compat.torchcomms as torchcomms
 from torch_overlap import ReduceOp, TorchComm
 from torch_overlap.testing import run_ranks
 
@@ -87,19 +88,46 @@ def check(tensor: torch.Tensor, *expected: float) -> None:
 
 
 def test_block_01_import() -> None:
-    assert importlib.import_module("torch_overlap") is torch_overlap
+    assert importlib.import_module("torch_overlap.compat.torchcomms") is torchcomms
+    # The objects are the package's own.
+    own = [name for name in torchcomms.__all__ if name not in ("device_mesh", "hooks", "objcol")]
+    assert [name for name in own if getattr(torchcomms, name) is not getattr(torch_overlap, name)] == []
 
 
 # 2 to 5: construction
 
 
 def construct(rank: int, size: int, store: Any) -> None:
-    options = torch_overlap.CommOptions()
+    options = torchcomms.CommOptions()
     options.store = store
     with in_environment(rank, size):
-        comm = torch_overlap.new_comm(backend="gloo", device=torch.device("cpu"), options=options)
+        comm = torchcomms.new_comm(backend="gloo", device=torch.device("cpu"), options=options)
     assert (comm.get_rank(), comm.get_size()) == (rank, size)
     comm.finalize()
+
+
+def by_position(rank: int, size: int, store: Any) -> None:
+    """torchcomms' order: the abort flag, timeout, priority, store, reconfiguration, hints."""
+    with in_environment(rank, size):
+        seconds = timedelta(seconds=31)
+        comm = torchcomms.new_comm(
+            "gloo", torch.device("cpu"), "positions", False, seconds, True, store, False, {"lazy": "true"}
+        )
+    options = comm.get_options()
+    assert (comm.get_name(), options.timeout, options.abort_process_on_timeout_or_error) == (
+        "positions",
+        seconds,
+        False,
+    )
+    assert (options.is_high_priority_stream, options.enable_reconfigure) == (True, False)
+    x = own(comm, 3)
+    comm.all_reduce(x, ReduceOp.SUM, False)
+    check(x, 3)
+    comm.finalize()
+
+
+def test_the_arguments_of_new_comm_by_position() -> None:
+    run_ranks(by_position, 2, comm=False)
 
 
 def test_block_02_new_comm() -> None:
@@ -359,7 +387,7 @@ def test_block_21_split(run: Callable[[Body], None]) -> None:
 
 def is_completed(rank: int, size: int, given: Any, backend: str, device_type: str) -> None:
     with in_environment(rank, size):
-        comm = torch_overlap.new_comm(backend, torch.device(device_type), store=given)
+        comm = torchcomms.new_comm(backend, torch.device(device_type), store=given)
         x = own(comm, 10)
         comm.all_reduce(x, ReduceOp.SUM, True).wait_blocking()
         if rank == 1:
@@ -417,11 +445,11 @@ def basic_usage(rank_: int, size_: int, _: object, backend: str, device_type: st
     with in_environment(rank_, size_):
         store = torch.distributed.FileStore(path, 2)
         device = torch.device(device_type)  # the page writes "cuda:0" for every rank
-        comm = torch_overlap.new_comm(backend, device, store=store)
+        comm = torchcomms.new_comm(backend, device, store=store)
         rank = comm.get_rank()
         world_size = comm.get_size()
         tensor = torch.ones(10, device=device) * rank
-        comm.all_reduce(tensor, torch_overlap.ReduceOp.SUM, async_op=False)
+        comm.all_reduce(tensor, torchcomms.ReduceOp.SUM, async_op=False)
         assert f"Rank {rank}: {tensor}".startswith(f"Rank {rank_}: tensor([1., 1., 1., 1., 1., 1., 1., 1., 1., 1.]")
         check(tensor, sum(range(world_size)))
         comm.finalize()
@@ -431,7 +459,7 @@ def asynchronous(rank_: int, size_: int, _: object, backend: str, device_type: s
     with in_environment(rank_, size_):
         store = torch.distributed.FileStore(path, 2)
         device = torch.device(device_type)
-        comm = torch_overlap.new_comm(backend, device, store=store)
+        comm = torchcomms.new_comm(backend, device, store=store)
         rank = comm.get_rank()
         send_tensor = torch.ones(10, device=device) * rank
         recv_tensor = torch.zeros(10, device=device)
@@ -459,14 +487,14 @@ def cuda_graphs(rank_: int, size_: int, given: Any) -> None:
     with in_environment(rank_, size_):
         device = torch.device("cuda")
         # "ncclx" is another name of nccl here. The page makes it without a store: run_ranks has no launcher's.
-        comm = torch_overlap.new_comm("ncclx", device, store=given)
+        comm = torchcomms.new_comm("ncclx", device, store=given)
         rank = comm.get_rank()
         world_size = comm.get_size()
         tensor = torch.ones(10, device=device) * rank
         comm.barrier(False).wait()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            comm.all_reduce(tensor, torch_overlap.ReduceOp.SUM, async_op=True)
+            comm.all_reduce(tensor, torchcomms.ReduceOp.SUM, async_op=True)
         for _ in range(10):
             graph.replay()
             torch.cuda.current_stream().synchronize()
@@ -483,7 +511,7 @@ def custom_options(rank: int, size: int, given: Any, backend: str, device_type: 
     with in_environment(rank, size):
         device = torch.device(device_type)
         with pytest.warns(UserWarning, match="backend_option"):
-            comm = torch_overlap.new_comm(
+            comm = torchcomms.new_comm(
                 backend,
                 device,
                 store=given,
@@ -521,5 +549,5 @@ def test_every_signature_is_ours(block: str) -> None:
     """The documented parameters, by name and order, are the first ones of the method."""
     name, arguments = block.removesuffix(")").split("(")
     documented = [argument.split("=")[0].strip() for argument in arguments.split(",") if argument]
-    owner = torch_overlap.TorchWork if name in ("is_completed", "wait") else TorchComm
+    owner = torchcomms.TorchWork if name in ("is_completed", "wait") else TorchComm
     assert list(inspect.signature(getattr(owner, name)).parameters)[: len(documented) + 1] == ["self", *documented]

@@ -1,0 +1,98 @@
+"""torchcomms' module, by its names: a program for torchcomms runs with one changed line.
+
+    import torch_overlap.compat.torchcomms as torchcomms
+
+    comm = torchcomms.new_comm("nccl", torch.device("cuda"), "world")
+    work = comm.all_reduce(x, torchcomms.ReduceOp.SUM, async_op=True)
+    work.wait()
+
+The objects are those of torch_overlap; docs/communicator.md lists the names that torchcomms has and torch_overlap has
+not. The submodules are `hooks`, `objcol` and `device_mesh`. Only the hooks differ from torch_overlap's: they write the
+formats of torchcomms.
+"""
+
+from torch_overlap import (
+    AllGatherOptions,
+    AllGatherSingleOptions,
+    AllReduceOptions,
+    AllToAllOptions,
+    AllToAllSingleOptions,
+    AllToAllvSingleOptions,
+    BarrierOptions,
+    BatchP2POptions,
+    BatchSendRecv,
+    BroadcastOptions,
+    CommOptions,
+    GatherOptions,
+    GatherSingleOptions,
+    OpName,
+    P2POp,
+    P2POpType,
+    RecvOptions,
+    RedOpType,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ReduceScatterSingleOptions,
+    RemovableHandle,
+    ScatterOptions,
+    SendOptions,
+    Timeout,
+    TorchComm,
+    TorchCommBackend,
+    TorchCommWinAccessType,
+    TorchCommWindow,
+    TorchCommWindowAttr,
+    TorchWork,
+    WorkStatus,
+    built_backends,
+    get_mem_allocator,
+    is_backend_built,
+    new_comm,
+    register_backend,
+)
+from torch_overlap.compat.torchcomms import device_mesh, hooks, objcol
+
+__all__ = [
+    "AllGatherOptions",
+    "AllGatherSingleOptions",
+    "AllReduceOptions",
+    "AllToAllOptions",
+    "AllToAllSingleOptions",
+    "AllToAllvSingleOptions",
+    "BarrierOptions",
+    "BatchP2POptions",
+    "BatchSendRecv",
+    "BroadcastOptions",
+    "CommOptions",
+    "GatherOptions",
+    "GatherSingleOptions",
+    "OpName",
+    "P2POp",
+    "P2POpType",
+    "RecvOptions",
+    "RedOpType",
+    "ReduceOp",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ReduceScatterSingleOptions",
+    "RemovableHandle",
+    "ScatterOptions",
+    "SendOptions",
+    "Timeout",
+    "TorchComm",
+    "TorchCommBackend",
+    "TorchCommWinAccessType",
+    "TorchCommWindow",
+    "TorchCommWindowAttr",
+    "TorchWork",
+    "WorkStatus",
+    "built_backends",
+    "device_mesh",
+    "get_mem_allocator",
+    "hooks",
+    "is_backend_built",
+    "new_comm",
+    "objcol",
+    "register_backend",
+]
