@@ -232,7 +232,7 @@ def split_adapters(lora: Any, src_data_rank: int | None = 0) -> None:
             style._replicate(linear, mesh, is_partial=is_partial)
     if isinstance(base, _SharedColumn) and base.sequence_parallel and not vars(base).get("_passes_rows"):
         lora.register_forward_pre_hook(base.shared.pass_rows)
-        base._passes_rows = True
+        vars(base)["_passes_rows"] = True
 
 
 def _split_dropout(lora: Any, name: str, base: Any, sequence: SharedSequence) -> None:

@@ -1,4 +1,4 @@
-"""What a parallelized model of Hugging Face transformers says of itself to the code that saves and trains it."""
+"""The properties of a parallelized model of Hugging Face transformers that its saving and training code reads."""
 
 from __future__ import annotations
 
