@@ -120,7 +120,9 @@ def resolver() -> Callable[[str], bool] | str:
         for length in range(len(parts), 0, -1):
             try:
                 found = importlib.import_module(".".join(parts[:length]))
-            except ImportError:
+            except ImportError as error:
+                if not (error.name or "").startswith("torch_overlap"):
+                    return True  # needs a package that is not installed, and cannot be looked at
                 continue
             for part in parts[length:]:
                 if not hasattr(found, part):
