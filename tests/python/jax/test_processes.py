@@ -34,7 +34,6 @@ def test_checks(size, checks, seed):
     ranks = [
         subprocess.Popen(
             [sys.executable, str(FOLDER / "process_rank.py"), coordinator, str(size), str(rank), str(seed), *checks],
-            +checks,
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
