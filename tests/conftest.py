@@ -16,6 +16,8 @@ from launcher import Launcher
 
 # torch resolves the name of every client of a TCPStore, which is slow if the name server drops queries.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Inductor's compiler workers are processes that import torch, for each rank; its kernels here are few.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Tests of timeouts make dumps; those of a run are in a folder of their own.
 os.environ.setdefault("TORCHCOMM_FR_DUMP_TEMP_FILE", tempfile.mkdtemp(prefix="torch_overlap_traces_") + "/rank_")
 

@@ -22,7 +22,7 @@ def run_ranks(
     *args: Any,
     backend: str = "gloo",
     device: str = "cpu",
-    timeout: float = 60,
+    timeout: float = 180,
     comm: bool = True,
     env: Mapping[str, str | None] | None = None,
 ) -> list[Any]:

@@ -76,8 +76,9 @@ def test_a_callback_may_issue_operations_and_wait(size):
 
 
 def late(rank, size, store):
-    init(rank, size, store, seconds=2)
-    lonely = dist.new_group(timeout=timedelta(seconds=2))
+    init(rank, size, store)
+    lonely = dist.new_group()
+    lonely.set_timeout(timedelta(seconds=2))
     future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
     if rank == 0:
         begin = time.monotonic()
@@ -87,7 +88,7 @@ def late(rank, size, store):
         store.set("over", "1")
     else:
         future.wait()
-        store.wait(["over"], timedelta(seconds=50))
+        store.wait(["over"], timedelta(seconds=60))
     dist.distributed_c10d._abort_process_group()
 
 

@@ -343,7 +343,7 @@ def looks_once(rank, size, store):
             dist.group.WORLD.monitored_barrier(timedelta(seconds=0))
         store.set("looked", "1")
     else:
-        store.wait(["looked"], timedelta(seconds=50))
+        store.wait(["looked"], timedelta(seconds=60))
 
 
 def test_a_monitored_barrier_with_timeout_zero_looks_once():

@@ -70,13 +70,13 @@ def run_end_of_a_set_up(comm: to.TorchComm, what: str, how: str) -> None:
     if comm.get_rank() == 0:
         begin = time.monotonic()
         if how == "abort":
-            threading.Timer(0.5, child.abort).start()
+            threading.Timer(1.0, child.abort).start()
         else:  # if an operation is under way
-            pending = child.recv(torch.zeros(1), 1, async_op=True, timeout=timedelta(seconds=0.5))
+            pending = child.recv(torch.zeros(1), 1, async_op=True, timeout=timedelta(seconds=1))
         why = (
             "was aborted"
             if how == "abort"
-            else r"recv #\d+ on '.*': rank 1 did not arrive within the timeout of 500 ms"
+            else r"recv #\d+ on '.*': rank 1 did not arrive within the timeout of 1000 ms"
         )
         with pytest.raises(to.StateError, match=rf"expected 2 ranks, got none of ranks \[1\] before the end: .*{why}"):
             window.tensor_deregister() if what == "tensor_deregister" else SET_UPS[what](child)

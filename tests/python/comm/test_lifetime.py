@@ -32,7 +32,7 @@ def alive(refs: Refs) -> list[bool]:
 
 def assert_let_go(refs: Refs, what: str) -> None:
     """Waits, because the thread that ran the operation may hold the tensors for a moment longer."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while any(alive(refs)):
         assert time.monotonic() < deadline, what
         time.sleep(0.001)

@@ -79,7 +79,7 @@ def test_the_timeout_of_an_operation_fires(which: str, how: str) -> None:
 
 
 def run_communicator_timeout(comm: TorchComm) -> None:
-    child = alone(comm, timeout=timedelta(seconds=4))  # its creation has this timeout too
+    child = alone(comm, timeout=timedelta(seconds=8))  # its creation has this timeout too
     expect_timeout(comm, child, lambda c: c.barrier(False).wait())
 
 

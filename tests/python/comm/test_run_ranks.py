@@ -57,7 +57,7 @@ def test_a_failing_rank_frees_the_others_and_is_told(which: str) -> None:
         run_ranks(run_failing, 2, backend=which, timeout=200)
     assert set(caught.value.errors) == {0, 1}
     assert "all_reduce" in caught.value.errors[0]
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 90  # the timeout is 100
 
 
 def run_dying(rank: int, size: int, store: object) -> None:

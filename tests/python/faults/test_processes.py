@@ -62,7 +62,7 @@ def in_fork(body: Callable[[], object]) -> tuple[int, str]:
     pid = fork()
     if pid == 0:
         status = 1
-        faulthandler.dump_traceback_later(20, exit=True, file=write)
+        faulthandler.dump_traceback_later(120, exit=True, file=write)
         try:
             body()
             status = 0

@@ -110,8 +110,9 @@ def run_stopped(rank: int, size: int, store: Any) -> None:
     store.set(f"pid/{rank}", str(os.getpid()))
     pid = int(store.get(f"pid/{stopped}"))
     comm.set_timeout(timedelta(seconds=1))
+    stop = threading.Timer(0.2, os.kill, (pid, signal.SIGSTOP))
     if rank == 0:
-        threading.Timer(0.2, os.kill, (pid, signal.SIGSTOP)).start()
+        stop.start()
 
     def until_it_fails() -> None:
         while True:
@@ -130,6 +131,7 @@ def run_stopped(rank: int, size: int, store: Any) -> None:
         check_values(comm, list(range(stopped)), rank)
     finally:
         if rank == 0:
+            stop.join()  # a late one would stop the process for good
             os.kill(pid, signal.SIGCONT)
     store.wait(["went on"], timedelta(seconds=60))
     check_values(comm, list(range(stopped)), rank)

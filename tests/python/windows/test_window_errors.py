@@ -335,7 +335,7 @@ def run_reconfigure(rank: int, size: int, store: object) -> None:
     """A registration belongs to the members of its time; the present ones register again."""
     comm = to.new_comm(
         "gloo", "cpu", "regrouped", store=store, rank=rank, size=size, enable_reconfigure=True,
-        abort_process_on_timeout_or_error=False, timeout=timedelta(seconds=30),
+        abort_process_on_timeout_or_error=False, timeout=timedelta(seconds=60),
     )  # fmt: skip
     window = comm.new_window(to.symmetric_empty(8, torch.float32, comm))
     waiting = window.wait_signal(1 - rank, True)

@@ -154,13 +154,13 @@ def run_put_with_signal(comm: TorchComm, seed: int) -> None:
     for step, async_op in enumerate((False, True, True)):
         x = random_like(COUNT, torch.float32, seed + step * size + rank)
         hints = {"is_high_priority_stream": "true"} if step == 2 else None
-        work = window.put(x, right, step * COUNT, async_op, hints, timedelta(seconds=30), signal=True)
+        work = window.put(x, right, step * COUNT, async_op, hints, timedelta(seconds=60), signal=True)
         del x
         work.wait()
     hook.remove()
     assert seen == 3 * [(to.OpName.put, right), (to.OpName.signal, right)]
     for step in range(3):
-        window.wait_signal(left, False, {"is_high_priority_stream": "false"}, timedelta(seconds=30))
+        window.wait_signal(left, False, {"is_high_priority_stream": "false"}, timedelta(seconds=60))
         expected = random_like(COUNT, torch.float32, seed + step * size + left)
         assert torch.equal(window.get_tensor()[step * COUNT :][:COUNT], expected)
     wait = window.wait_signal(left, True)
