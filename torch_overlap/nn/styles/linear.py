@@ -230,9 +230,9 @@ def split_adapters(lora: Any, src_data_rank: int | None = 0) -> None:
         style.src_data_rank = src_data_rank
         for linear in whole:
             style._replicate(linear, mesh, is_partial=is_partial)
-    if isinstance(base, _SharedColumn) and base.sequence_parallel and not vars(base).get("_passes_rows"):
+    if isinstance(base, _SharedColumn) and base.sequence_parallel and not vars(lora).get("_passes_rows"):
         lora.register_forward_pre_hook(base.shared.pass_rows)
-        vars(base)["_passes_rows"] = True
+        vars(lora)["_passes_rows"] = True
 
 
 def _split_dropout(lora: Any, name: str, base: Any, sequence: SharedSequence) -> None:
