@@ -21,6 +21,8 @@ from torch_overlap import ops
 from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
 from torch_overlap.nn.layout import comm_of
 
+__all__ = ["overlapped_plan", "register_parallel_styles"]
+
 PREFIX = "overlap_"
 _WORDS = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
 

@@ -19,6 +19,8 @@ from torch_overlap import ops
 from torch_overlap._c10d import comm_from_group
 from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
 
+__all__ = ["spec_provider"]
+
 
 def spec_provider(algorithm: str = "auto") -> Any:
     """Returns a BackendSpecProvider of Megatron-core whose linear layers overlap communication with their products.

@@ -15,6 +15,8 @@ from torch import nn
 from torch_overlap.nn import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.nn.styles import parallelize_adapters
 
+__all__ = ["get_peft_model", "support_parallel_layers"]
+
 _INITS = (True, False, "gaussian")
 
 

@@ -12,6 +12,8 @@ from torch.distributed import ProcessGroup
 
 from torch_overlap._C import _BackendWrapper
 
+__all__ = ["process_group"]
+
 
 def process_group(timeout: timedelta = timedelta(seconds=60)) -> Any:
     """Returns a process group for torchft's Manager, in place of its ProcessGroupNCCL or ProcessGroupGloo.

@@ -18,6 +18,8 @@ from torch_overlap import ops
 from torch_overlap._c10d import comm_from_group
 from torch_overlap.ops._arguments import group as arguments
 
+__all__ = ["AllGatherLinear", "AllGatherLinearMulti", "LinearReduceScatter", "use_overlapped_linears"]
+
 
 class AllGatherLinear:
     """Gathers the rows of x, and multiplies them by the weight's rows of this rank."""

@@ -83,7 +83,7 @@ _GPT = Transformer("train_gpt", 8, 1024, 16, 16, 4096, 256, gated=False, sequenc
 PRESETS = {
     model.name: model
     for model in (
-        replace(_GPT, eager=Eager(layer=252, parameter=76, rate=RATE)),
+        replace(_GPT, eager=Eager(layer=264, parameter=76, rate=RATE)),
         # With --mesh, which rotates in fp32.
         replace(_GPT, name="train_gpt_mesh", eager=Eager(layer=364, parameter=52, reduced=16, rate=RATE)),
         Transformer("llama3-8b", 32, 4096, 32, 8, 14336, 128256),

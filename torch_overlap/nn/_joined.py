@@ -12,34 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_overlap.nn.layout import local_parameter, set_part
-
-
-def join(owners: Sequence[tuple[nn.Module, str]]) -> None:
-    """Gives parameters that are made but not used yet, each of a module with a layout, common memory.
-
-    Does nothing if one is missing or differs in dtype, device or its last dimensions.
-    """
-    parts = [local_parameter(module, name) for module, name in owners]
-    copies = _copies([part for part in parts if part is not None])
-    if len(copies) == len(owners):
-        for (module, name), part in zip(owners, copies, strict=True):
-            trains = getattr(module, name).requires_grad
-            set_part(module, name, nn.Parameter(part, requires_grad=trains))
-
 
 def rejoin(parameters: Sequence[nn.Parameter]) -> None:
-    """Moves plain parameters, whose memory may have changed, to common memory. They stay the same objects."""
-    if all(type(p) is nn.Parameter for p in parameters) and not _are_joined(parameters):
-        for parameter, part in zip(parameters, _copies(parameters), strict=False):
+    """Moves plain parameters, whose memory may have changed, to common memory. They stay the same objects.
+
+    DTensors stay where they are: torch 2.11 cannot copy one whose local tensor begins inside its storage.
+    """
+    alike = len({(p.dtype, p.device, p.shape[1:]) for p in parameters}) == 1
+    if len(parameters) < 2 or not alike or any(type(p) is not nn.Parameter for p in parameters):
+        return
+    if not _are_joined(parameters):
+        parts = torch.cat([p.detach() for p in parameters]).split([p.size(0) for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
             parameter.data = part
-
-
-def _copies(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Returns copies of the parts [size_i, ...], one after the other in new memory; none if they cannot be joined."""
-    if len(parts) < 2 or len({(part.dtype, part.device, part.shape[1:]) for part in parts}) > 1:
-        return []
-    return list(torch.cat([part.detach() for part in parts]).split([part.size(0) for part in parts]))
 
 
 def _are_joined(parts: Sequence[Tensor]) -> bool:

@@ -13,7 +13,7 @@ from torch_overlap import ops
 from torch_overlap._C import TorchComm
 from torch_overlap.nn._float8 import column_parallel_linear, row_parallel_linear
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
-from torch_overlap.nn._joined import join, joined, rejoin
+from torch_overlap.nn._joined import joined, rejoin
 from torch_overlap.nn._parallel_linear import ParallelLinear, part_of, per_rank
 from torch_overlap.nn.float8 import Float8Recipe
 from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
@@ -35,7 +35,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     Parameters: `weight` [out_features/n, in_features] and `bias` [out_features/n], with the dtype of x (or under
     autocast); `weight0`, `bias0`, `weight1`, ... if out_features is a list, which share memory and are multiplied as
-    one. They are initialized like nn.Linear, as
+    one, except over a mesh. They are initialized like nn.Linear, as
     parts of one full weight: give all ranks the same seed. Their gradients are complete.
 
     Args:
@@ -98,15 +98,15 @@ class ColumnParallelLinear(ParallelLinear):
             raise ValueError("ColumnParallelLinear: expected one or more out_features, got none. Pass a number, or a "
                              "list of them.")  # fmt: skip
         device = self.comm.get_device() if device is None else device
-        parts = [per_rank("ColumnParallelLinear", "out_features", size, self.comm) for size in sizes]
-        empty = torch.empty(sum(parts), in_features, device=device, dtype=dtype)
-        empty_biases = empty.new_empty(sum(parts)).split(parts)
-        for names, part, empty_bias in zip(self._names, empty.split(parts), empty_biases, strict=True):
-            self.register_parameter(names[0], nn.Parameter(part))
-            self.register_parameter(names[1], nn.Parameter(empty_bias) if bias else None)
+        for (weight, bias_name), size in zip(self._names, sizes, strict=True):
+            part = per_rank("ColumnParallelLinear", "out_features", size, self.comm)
+            empty = torch.empty(part, in_features, device=device, dtype=dtype)
+            self.register_parameter(weight, nn.Parameter(empty))
+            self.register_parameter(bias_name, nn.Parameter(empty.new_empty(part)) if bias else None)
         self._make_float8(self.weights)
         split = {name: 0 for names in self._names for name in names}
         set_layout(self, ParameterLayout(self.comm, split, mesh=self.mesh))
+        self._rejoin()
         self.reset_parameters()
 
     @torch.no_grad()
@@ -187,9 +187,11 @@ class ColumnParallelLinear(ParallelLinear):
 
     def regathered(self, x: Tensor) -> Tensor | None:
         """Returns x for RowParallelLinear's `regather` if the backward pass gathers it again; else None."""
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+            return None
         gathers = (self.sequence_parallel and not self.keep_gathered and self.float8 is None
                    and self.algorithm != "sequential" and self.comm.get_size() > 1)  # fmt: skip
-        if not gathers or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        if not gathers:
             return None
         trains = torch.is_grad_enabled() and any(getattr(self, weight).requires_grad for weight, _ in self._names)
         return x.detach() if trains else None
@@ -229,8 +231,7 @@ class ColumnParallelLinear(ParallelLinear):
             for name, full in zip(names, (other.weight, other.bias), strict=True):
                 if full is not None:
                     set_part(layer, name, part_of(full, 0, layer.comm))
-        for same in zip(*layer._names, strict=True):
-            join([(layer, name) for name in same])
+        layer._rejoin()
         layer._make_float8(layer.weights)
         return layer.train(first.training)
 

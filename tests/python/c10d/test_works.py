@@ -68,30 +68,6 @@ def test_profiles_have_the_events_of_gloo():
     run_ranks(events, 2, comm=False)
 
 
-def duration(rank, size, store):
-    """The event of an asynchronous operation ends with it: when the other rank has come."""
-    init(rank, size, store)
-    dist.all_reduce(torch.ones(2))
-    with profile() as profiler:
-        if rank == 1:
-            store.wait(["rank 0 has issued"])
-        work = dist.all_reduce(torch.ones(2), async_op=True)
-        if rank == 0:
-            assert not work.is_completed()
-            issued = torch.profiler.record_function("after the call")
-            with issued:
-                store.set("rank 0 has issued", "1")
-        work.wait()
-        dist.all_reduce(torch.ones(2))
-    if rank == 0:
-        by_name = {event.name: event.time_range for event in reversed(profiler.events())}
-        assert by_name["torch_overlap:all_reduce"].end > by_name["after the call"].start
-
-
-def test_an_event_lasts_until_the_operation_has_ended():
-    run_ranks(duration, 2, comm=False)
-
-
 # --- Joined works --------------------------------------------------------------------------------------------------
 
 

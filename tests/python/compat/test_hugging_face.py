@@ -66,6 +66,7 @@ def loaded(rank: int, size: int, store: Any, seed: int, name: str, folder: str) 
 @pytest.mark.parametrize(("name", "size"), [("Llama", 2), ("Qwen3", 4), ("Phi3", 2)])
 def test_a_tp_plan_of_our_styles(tmp_path: Any, seed: int, name: str, size: int) -> None:
     pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")  # transformers requires it for a tp_plan
     run_ranks(loaded, size, seed, name, str(tmp_path), comm=False, timeout=240)
 
 

@@ -47,7 +47,8 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _is_view(func: Any) -> bool:
     returns = [r.alias_info for r in func._schema.returns]
-    return "_unsafe_view" in str(func) or any(info is not None and not info.is_write for info in returns)
+    is_view_by_name = any(part in str(func) for part in ("_unsafe_view", "unsafe_split"))
+    return is_view_by_name or any(info is not None and not info.is_write for info in returns)
 
 
 def _size(x: Tensor) -> int:

@@ -225,7 +225,8 @@ def over_a_mesh(rank: int, size: int, store: Any, seed: int) -> None:
             assert isinstance(p, DTensor)
             assert p.placements == ((Shard(split[name][1]),) if name in split else (Replicate(),))
             assert torch.equal(p.to_local(), q)
-            assert torch.equal(p.grad.to_local(), q.grad), name
+            # Over a communicator the weights of one gather are one product.
+            torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=1e-12, atol=1e-10, msg=name)
     assert block.attention_norm.weight.grad.placements == (Replicate(),)
     assert type(block.attention_norm).__name__ == "RMSNorm"
     assert isinstance(block.attention_norm, nn.RMSNorm)

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_overlap.nn._joined import join
 from torch_overlap.nn.layout import comm_of, layout_of
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.nn.styles.base import Style, become, first_tensor, with_first
@@ -177,15 +176,10 @@ class SharedGather(Style):
         linears = [self._columns(self._base_linear(child, name), comm.get_size(), self.multiple_of)
                    for name, child in children]  # fmt: skip
         shared = _Gather(self._sequence(comm), self.argument)
-        layers = []
         for index, linear in enumerate(linears):
             self._synchronize(linear, comm)
             layer = _SharedColumn.from_linear(linear, device_mesh, gather_dim=self.sequence_dim, **self.options)
             layer.shared, layer.index = shared, index
-            layers.append(layer)
-        for name in ("weight", "bias"):  # multiplied as one
-            join([(layer, name) for layer in layers])
-        for linear, layer in zip(linears, layers, strict=True):
             shared.layers.append(become(linear, layer))
             self._remember(linear, comm)
         for (_, child), linear in zip(children, linears, strict=True):

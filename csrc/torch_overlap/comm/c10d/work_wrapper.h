@@ -43,8 +43,7 @@ struct WorkParts {
 // Returns the parts of an operation that is about to be issued. Its event in a profile has begun.
 TORCH_OVERLAP_API WorkParts begin_work(c10d::OpType type, at::ArrayRef<at::Tensor> inputs,
                                        std::vector<at::Tensor> outputs = {});
-// Ends the event of an operation that was issued: when its works are done on the CPU, at once on
-// CUDA, as NCCL's does.
+// Ends the event of an operation that was issued.
 void end_span(WorkParts& parts);
 
 // c10d's handle of a TorchWork. On CPU wait() blocks the thread; on CUDA it orders the current

@@ -89,7 +89,9 @@ def test_async_tp_takes_turns_unless_it_is_wrong(tmp_path: Path, factor: int) ->
     program = tmp_path / "layer.py"
     program.write_text(WITH_FUSED.format(factor=factor, layer=str(LAYER)))
     found, told = run(program, tmp_path, "--models", "llama3-8b", "--algorithms", "p2p")
-    (row,) = found["rows"]
+    by_algorithm = {row["algorithm"]: row for row in found["rows"]}
+    assert set(by_algorithm) == {"p2p", "no communication"}
+    row = by_algorithm["p2p"]
     names = ("torch fused", "torch fused joined")
     if factor == 1:
         assert found["missing"] == {"llama3-8b": {}}
