@@ -81,7 +81,7 @@ def same(lines: list[str]) -> list[str]:
 
     A part begins where a line or the name of a rank does: two ranks that print at once may share a line.
     """
-    parts = (part for line in lines for part in re.split(r"(?=\b(?:rank|worker) \d)", line))
+    parts = (part for line in lines for part in re.split(r"(?=(?:rank|worker) \d)", line))
     return sorted(re.sub(r"\d+\.\d+(e[-+]?\d+)?", "<number>", part.rstrip()) for part in parts if part.strip())
 
 
