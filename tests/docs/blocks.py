@@ -4,8 +4,9 @@
   before it, so that a reader can paste the blocks of a page one after the other.
 - An `output` block after it is what rank 0 of the program prints.
 - In a `console` block each line `$ ...` is a command, which is run if output follows and it starts torchrun or python.
-- A comment before a block says how it differs: `<!-- needs: gpu -->` is compiled only, `<!-- needs: NAME -->` needs
-  that package, `<!-- runs: process -->` is a program that starts its own ranks.
+- A comment before a block says how it differs: `<!-- needs: gpu -->` is compiled only, and so is
+  `<!-- runs: never -->`, a fragment whose functions have tests of their own; `<!-- needs: NAME -->` needs that package,
+  `<!-- runs: process -->` is a program that starts its own ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ class Program:
     line: int
     source: str = ""
     needs: str | None = None
-    is_process: bool = False
+    runs: str | None = None
     output: list[str] = field(default_factory=list)
+
+    @property
+    def is_compiled_only(self) -> bool:
+        return self.needs == "gpu" or self.runs == "never"
 
     @property
     def name(self) -> str:
@@ -106,7 +111,9 @@ def programs_of(path: Path) -> Iterator[Program]:
         if begins:
             if current is not None:
                 yield current
-            current = Program(page, line, needs=value if key == "needs" else None, is_process=key == "runs")
+            current = Program(
+                page, line, needs=value if key == "needs" else None, runs=value if key == "runs" else None
+            )
         assert current is not None
         current.add(line, code)
     if current is not None:

@@ -88,12 +88,12 @@ def same(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_a_program(program: Program, tmp_path: Path, loaded: set[str]) -> None:
     assert unimported(program.source, loaded) == set()
-    if program.needs == "gpu":
+    if program.is_compiled_only:
         compile(program.source, program.page, "exec")
         return
     if program.needs:
         pytest.importorskip(program.needs)
-    if program.is_process:
+    if program.runs == "process":
         (tmp_path / "program.py").write_text(program.source)
         printed = in_process([sys.executable, "program.py"], tmp_path)
     else:
@@ -122,4 +122,4 @@ def test_a_missing_import_is_found(loaded: set[str]) -> None:
 
 def test_the_pages_have_programs() -> None:
     assert len(PROGRAMS) > 10
-    assert sum(program.needs == "gpu" for program in PROGRAMS) < len(PROGRAMS) / 4
+    assert sum(program.is_compiled_only for program in PROGRAMS) < len(PROGRAMS) / 4

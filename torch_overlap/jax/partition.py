@@ -36,7 +36,7 @@ def column_parallel(x: Array, w: Array, axis: Axis | str, *, algorithm: str = "a
         x: [m, k]; the ranks share m equally.
         w: [k, n]; the ranks share n equally.
         axis: from bootstrap().
-        algorithm: how product and communication are overlapped; see docs/ops.md.
+        algorithm: how product and communication are overlapped; see docs/reference/operators.md.
     """
     return _product("column_parallel", x, w, axis, algorithm)
 
@@ -48,7 +48,7 @@ def row_parallel(x: Array, w: Array, axis: Axis | str, *, algorithm: str = "auto
         x: [m, k]; the ranks share m and k equally.
         w: [k, n].
         axis: from bootstrap().
-        algorithm: how product and communication are overlapped; see docs/ops.md.
+        algorithm: how product and communication are overlapped; see docs/reference/operators.md.
     """
     return _product("row_parallel", x, w, axis, algorithm)
 

@@ -30,7 +30,7 @@ def all_gather_matmul(
         axis: from bootstrap().
         bias: [n], or None.
         dim: the dimension of x that is split over the ranks.
-        algorithm: how product and communication are overlapped; see docs/ops.md.
+        algorithm: how product and communication are overlapped; see docs/reference/operators.md.
     """
     op = "all_gather_matmul"
     x, w, bias = _checked(op, x, w, bias)
@@ -49,7 +49,7 @@ def matmul_reduce_scatter(
         axis: from bootstrap().
         bias: [n], added once to the sum; or None. Equal on all ranks.
         dim: the dimension of the result that is split over the ranks; not the last one.
-        algorithm: how product and communication are overlapped; see docs/ops.md.
+        algorithm: how product and communication are overlapped; see docs/reference/operators.md.
     """
     op = "matmul_reduce_scatter"
     x, w, bias = _checked(op, x, w, bias)
@@ -69,7 +69,7 @@ def matmul_all_reduce(
         w: [k, n], this rank's rows.
         axis: from bootstrap().
         bias: [n], added once to the sum; or None. Equal on all ranks.
-        algorithm: how product and communication are overlapped; see docs/ops.md.
+        algorithm: how product and communication are overlapped; see docs/reference/operators.md.
     """
     op = "matmul_all_reduce"
     x, w, bias = _checked(op, x, w, bias)

@@ -14,20 +14,21 @@ from torch import Tensor, nn
 
 
 def rejoin(parameters: Sequence[nn.Parameter]) -> None:
-    """Moves plain parameters, whose memory may have changed, to common memory. They stay the same objects.
+    """Moves plain parameters to common memory, unless they are there. They stay the same objects.
 
     DTensors stay where they are: torch 2.11 cannot copy one whose local tensor begins inside its storage.
     """
     alike = len({(p.dtype, p.device, p.shape[1:]) for p in parameters}) == 1
     if len(parameters) < 2 or not alike or any(type(p) is not nn.Parameter for p in parameters):
         return
-    if not _are_joined(parameters):
+    if not are_joined(parameters):
         parts = torch.cat([p.detach() for p in parameters]).split([p.size(0) for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.data = part
 
 
-def _are_joined(parts: Sequence[Tensor]) -> bool:
+def are_joined(parts: Sequence[Tensor]) -> bool:
+    """Returns True if the parts lie one after the other in one storage."""
     first = parts[0]
     if first.is_meta:
         return False
@@ -54,7 +55,7 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     found: list[Tensor] = [part for part in parts if part is not None]
     if len(found) == 1:
         return found[0]
-    if len({part.requires_grad for part in found}) > 1 or not _are_joined(found):
+    if len({part.requires_grad for part in found}) > 1 or not are_joined(found):
         return None
     whole: Tensor = _Join.apply(*found)  # type: ignore[no-untyped-call]
     return whole

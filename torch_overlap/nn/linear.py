@@ -13,7 +13,7 @@ from torch_overlap import ops
 from torch_overlap._C import TorchComm
 from torch_overlap.nn._float8 import column_parallel_linear, row_parallel_linear
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
-from torch_overlap.nn._joined import joined, rejoin
+from torch_overlap.nn._joined import are_joined, joined, rejoin
 from torch_overlap.nn._parallel_linear import ParallelLinear, part_of, per_rank
 from torch_overlap.nn.float8 import Float8Recipe
 from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
@@ -35,8 +35,8 @@ class ColumnParallelLinear(ParallelLinear):
 
     Parameters: `weight` [out_features/n, in_features] and `bias` [out_features/n], with the dtype of x (or under
     autocast); `weight0`, `bias0`, `weight1`, ... if out_features is a list, which share memory and are multiplied as
-    one, except over a mesh. They are initialized like nn.Linear, as
-    parts of one full weight: give all ranks the same seed. Their gradients are complete.
+    one, except over a mesh and with fp8. They are initialized like nn.Linear, as parts of one full weight: give all
+    ranks the same seed. Their gradients are complete.
 
     Args:
         in_features: the features of x.
@@ -121,19 +121,26 @@ class ColumnParallelLinear(ParallelLinear):
                 fill_shard(bias, start, 0, rank, size)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # Parameters that are apart stay where they are: a CUDA graph may read them there.
+        may_move = [are_joined(group) or any(part.is_meta for part in group) for group in self._joinable()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._rejoin()
+        for group, moves in zip(self._joinable(), may_move, strict=True):
+            if moves:
+                rejoin(group)
         return self
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._rejoin()
 
+    def _joinable(self) -> list[list[nn.Parameter]]:
+        """Returns the weights, and the biases if there are any."""
+        groups = [[getattr(self, name) for name in names] for names in zip(*self._names, strict=True)]
+        return [group for group in groups if None not in group]
+
     def _rejoin(self) -> None:
-        for names in zip(*self._names, strict=True):
-            parameters = [getattr(self, name) for name in names]
-            if None not in parameters:
-                rejoin(parameters)
+        for group in self._joinable():
+            rejoin(group)
 
     @property
     def weights(self) -> list[Tensor]:

@@ -31,6 +31,16 @@ def _one_of(who: str, what: str, table: dict[str, Any], value: str) -> Any:
     return table[value]
 
 
+def _end(row: nn.Module, h: Tensor, column: nn.Module, x: Tensor) -> Tensor:
+    """Returns row(h), of which the backward pass starts to gather the x of `column` again.
+
+    Layers that took the place of ours are called with h alone.
+    """
+    if isinstance(row, RowParallelLinear) and isinstance(column, ColumnParallelLinear):
+        return row(h, column.regathered(x))  # type: ignore[no-any-return]
+    return row(h)  # type: ignore[no-any-return]
+
+
 class ParallelMLP(nn.Module):
     """Computes down(activation(up(x))), or down(silu(gate(x)) * up(x)), with hidden features split over the ranks.
 
@@ -72,7 +82,7 @@ class ParallelMLP(nn.Module):
         """Returns the output, valid on the current stream."""
         first, *rest = self.up(x)
         h = self.activation(first)
-        return self.down(h * rest[0] if self.is_gated else h, self.up.regathered(x))  # type: ignore[no-any-return]
+        return _end(self.down, h * rest[0] if self.is_gated else h, self.up, x)
 
 
 class ParallelSelfAttention(nn.Module):
@@ -144,7 +154,7 @@ class ParallelSelfAttention(nn.Module):
         q, k, v = (t.permute(order) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.shares_kv)
         back = (2, 0, 1, 3) if self.sequence_dim == 0 else (0, 2, 1, 3)
-        return self.out(y.permute(back).flatten(2), self.qkv.regathered(x))  # type: ignore[no-any-return]
+        return _end(self.out, y.permute(back).flatten(2), self.qkv, x)
 
 
 class ParallelTransformerBlock(nn.Module):

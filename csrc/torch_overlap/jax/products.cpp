@@ -21,79 +21,79 @@ Operands operands(std::string_view op, const Input& x, const Input& weight, cons
           as_optional(op, "bias", bias, device)};
 }
 
+struct Product {
+  std::shared_ptr<TorchComm> comm;
+  Operands in;
+  at::Tensor result;
+  std::optional<at::Tensor> rows;  // the gathered x, if it is a result too
+};
+
+// Runs `compute` on the product of the device's rank.
+template <typename Compute>
+ffi::Future product(std::string_view op, const Caller& caller, int64_t axis, const Input& x,
+                    const Input& weight, const Input& bias, const ffi::AnyBuffer& out,
+                    const ffi::AnyBuffer* gathered, Compute compute) {
+  return guarded([&] {
+    const DeviceRank rank = find_rank(op, axis, caller.ordinal);
+    const auto device = rank.comm->device();
+    Product made{
+        .comm = rank.comm,
+        .in = operands(op, x, weight, bias, device),
+        .result = as_tensor(op, "the result", out, device),
+        .rows = gathered ? as_optional(op, "the gathered rows", *gathered, device) : std::nullopt};
+    return run(caller, rank,
+               [made = std::move(made), compute = std::move(compute)] { compute(made); });
+  });
+}
+
 ffi::Future all_gather_matmul(ffi::Context context, Instance* instance, int32_t ordinal, Input x,
                               Input weight, Input bias, Output out, Output gathered, int64_t axis,
                               int64_t dim, std::string_view algorithm) {
-  constexpr std::string_view kOp = "all_gather_matmul";
-  return guarded([&] {
-    const Caller caller{context, instance, ordinal};
-    const DeviceRank rank = find_rank(kOp, axis, ordinal);
-    const auto device = rank.comm->device();
-    return run(caller, rank,
-               [comm = rank.comm, dim, algorithm = std::string(algorithm),
-                in = operands(kOp, x, weight, bias, device),
-                result = as_tensor(kOp, "the result", *out, device),
-                rows = as_optional(kOp, "the gathered rows", *gathered, device)] {
-                 ops::OptionalTensors biases;
-                 if (in.bias) biases.push_back(in.bias);
-                 const auto [products, all] =
-                     ops::all_gather_matmul({.x = in.x,
-                                             .weights = {in.weight},
-                                             .biases = biases,
-                                             .comm = comm->name(),
-                                             .group_size = comm->size(),
-                                             .gather_dim = dim,
-                                             .return_gathered = rows.has_value(),
-                                             .algorithm = algorithm});
-                 result.copy_(products[0]);
-                 if (rows) rows->copy_(all);
-               });
-  });
+  return product("all_gather_matmul", {context, instance, ordinal}, axis, x, weight, bias, *out,
+                 &*gathered, [dim, algorithm = std::string(algorithm)](const Product& made) {
+                   ops::OptionalTensors biases;
+                   if (made.in.bias) biases.push_back(made.in.bias);
+                   const auto [products, all] =
+                       ops::all_gather_matmul({.x = made.in.x,
+                                               .weights = {made.in.weight},
+                                               .biases = biases,
+                                               .comm = made.comm->name(),
+                                               .group_size = made.comm->size(),
+                                               .gather_dim = dim,
+                                               .return_gathered = made.rows.has_value(),
+                                               .algorithm = algorithm});
+                   made.result.copy_(products[0]);
+                   if (made.rows) made.rows->copy_(all);
+                 });
 }
 
 ffi::Future matmul_reduce_scatter(ffi::Context context, Instance* instance, int32_t ordinal,
                                   Input x, Input weight, Input bias, Output out, int64_t axis,
                                   int64_t dim, std::string_view algorithm) {
-  constexpr std::string_view kOp = "matmul_reduce_scatter";
-  return guarded([&] {
-    const Caller caller{context, instance, ordinal};
-    const DeviceRank rank = find_rank(kOp, axis, ordinal);
-    const auto device = rank.comm->device();
-    return run(caller, rank,
-               [comm = rank.comm, dim, algorithm = std::string(algorithm),
-                in = operands(kOp, x, weight, bias, device),
-                result = as_tensor(kOp, "the result", *out, device)] {
-                 result.copy_(ops::matmul_reduce_scatter({.x = in.x,
-                                                          .weight = in.weight,
-                                                          .bias = in.bias,
-                                                          .comm = comm->name(),
-                                                          .group_size = comm->size(),
-                                                          .scatter_dim = dim,
-                                                          .algorithm = algorithm}));
-               });
-  });
+  return product("matmul_reduce_scatter", {context, instance, ordinal}, axis, x, weight, bias, *out,
+                 nullptr, [dim, algorithm = std::string(algorithm)](const Product& made) {
+                   made.result.copy_(ops::matmul_reduce_scatter({.x = made.in.x,
+                                                                 .weight = made.in.weight,
+                                                                 .bias = made.in.bias,
+                                                                 .comm = made.comm->name(),
+                                                                 .group_size = made.comm->size(),
+                                                                 .scatter_dim = dim,
+                                                                 .algorithm = algorithm}));
+                 });
 }
 
 ffi::Future matmul_all_reduce(ffi::Context context, Instance* instance, int32_t ordinal, Input x,
                               Input weight, Input bias, Output out, int64_t axis,
                               std::string_view algorithm) {
-  constexpr std::string_view kOp = "matmul_all_reduce";
-  return guarded([&] {
-    const Caller caller{context, instance, ordinal};
-    const DeviceRank rank = find_rank(kOp, axis, ordinal);
-    const auto device = rank.comm->device();
-    return run(caller, rank,
-               [comm = rank.comm, algorithm = std::string(algorithm),
-                in = operands(kOp, x, weight, bias, device),
-                result = as_tensor(kOp, "the result", *out, device)] {
-                 result.copy_(ops::matmul_all_reduce({.x = in.x,
-                                                      .weight = in.weight,
-                                                      .bias = in.bias,
-                                                      .comm = comm->name(),
-                                                      .group_size = comm->size(),
-                                                      .algorithm = algorithm}));
-               });
-  });
+  return product("matmul_all_reduce", {context, instance, ordinal}, axis, x, weight, bias, *out,
+                 nullptr, [algorithm = std::string(algorithm)](const Product& made) {
+                   made.result.copy_(ops::matmul_all_reduce({.x = made.in.x,
+                                                             .weight = made.in.weight,
+                                                             .bias = made.in.bias,
+                                                             .comm = made.comm->name(),
+                                                             .group_size = made.comm->size(),
+                                                             .algorithm = algorithm}));
+                 });
 }
 
 }  // namespace

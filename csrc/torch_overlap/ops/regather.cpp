@@ -14,7 +14,8 @@ namespace {
 
 struct Regather {
   std::shared_ptr<TorchComm> comm;
-  at::Tensor x;  // keeps its memory, by which it is found, from being used again
+  at::Tensor x;     // keeps its memory, by which it is found, from being used again
+  int64_t version;  // of x, whose values may be others after a backward pass that failed
   int64_t dim;
   at::Tensor rows;
   WorkPtr work;
@@ -22,8 +23,8 @@ struct Regather {
   bool is_of(const std::shared_ptr<TorchComm>& other_comm, const at::Tensor& other,
              int64_t other_dim) const {
     return comm == other_comm && dim == other_dim && x.const_data_ptr() == other.const_data_ptr() &&
-           x.scalar_type() == other.scalar_type() && x.sizes() == other.sizes() &&
-           x.strides() == other.strides();
+           version == other._version() && x.scalar_type() == other.scalar_type() &&
+           x.sizes() == other.sizes() && x.strides() == other.strides();
   }
 };
 
@@ -60,8 +61,12 @@ void start_regather(const std::shared_ptr<TorchComm>& comm, const at::Tensor& x,
   const auto own = to_rows(x, dim);
   auto rows = at::empty({comm->size() * own.size(0), own.size(1)}, own.options());
   auto work = comm->all_gather_single(rows, own, /*async_op=*/true);
-  Regathers::of_process().add(
-      {.comm = comm, .x = x, .dim = dim, .rows = std::move(rows), .work = std::move(work)});
+  Regathers::of_process().add({.comm = comm,
+                               .x = x,
+                               .version = x._version(),
+                               .dim = dim,
+                               .rows = std::move(rows),
+                               .work = std::move(work)});
 }
 
 std::optional<at::Tensor> take_regathered(const std::shared_ptr<TorchComm>& comm,

@@ -113,7 +113,7 @@ def run_finalize_runs_out(comm: TorchComm) -> None:
         begin = time.monotonic()
         with pytest.raises(to.Error, match=f"finalize of '{name}': operations did not end in 1000 ms"):
             comm.finalize()
-        assert 1 <= time.monotonic() - begin < 1 + 30
+        assert 1 <= time.monotonic() - begin < 1 + 5  # the library's guarantee on two loaded cores
         assert comm.is_finalized()
         with pytest.raises(to.Error):
             work.wait_blocking()

@@ -83,6 +83,11 @@ def joined(comm: to.TorchComm, sequence_parallel: bool, bias: bool, seed: int) -
     layer.load_state_dict(apart, assign=True)
     assert not are_neighbours(list(layer.weights))
     check_layer(comm, layer, others)
+    addresses = [p.data_ptr() for p in layer.parameters()]
+    layer.to("cpu")  # nothing moves: a captured graph may read it
+    assert [p.data_ptr() for p in layer.parameters()] == addresses
+    meta = tnn.ColumnParallelLinear(IN, SIZES, comm, bias=bias, device="meta").to_empty(device="cpu")
+    assert are_neighbours(list(meta.weights))
     layer.weight1.data = layer.weight1.data.clone() + 1  # one that moves is not multiplied by its old values
     with torch.no_grad():
         others[1].weight += 1

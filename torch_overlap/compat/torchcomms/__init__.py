@@ -6,9 +6,9 @@
     work = comm.all_reduce(x, torchcomms.ReduceOp.SUM, async_op=True)
     work.wait()
 
-The objects are those of torch_overlap; docs/communicator.md lists the names that torchcomms has and torch_overlap has
-not. The submodules are `hooks`, `objcol` and `device_mesh`. Only the hooks differ from torch_overlap's: they write the
-formats of torchcomms.
+The objects are those of torch_overlap; docs/migrate/torchcomms.md lists the names that torchcomms has and torch_overlap
+has not. The submodules are `hooks`, `objcol` and `device_mesh`. Only the hooks differ from torch_overlap's: they write
+the formats of torchcomms.
 """
 
 from torch_overlap import (

@@ -94,9 +94,6 @@ class _Column(nn.Module):
         self.sizes = [w.size(0) for w in layer.weights]
         self.weights = nn.ParameterList([torch.cat(layer.weights).detach()] if joined else layer.weights)
 
-    def regathered(self, x: Tensor) -> None:
-        """Keeps the gathered x."""
-
     def forward(self, x: Tensor) -> list[Tensor]:
         outputs = _GatherMatmul.apply(self.products, x, *self.weights)  # type: ignore[no-untyped-call]
         return list(outputs[0].split(self.sizes, -1) if self.joined else outputs)
@@ -107,7 +104,7 @@ class _Row(nn.Module):
         super().__init__()
         self.products, self.weight = products, layer.weight
 
-    def forward(self, x: Tensor, regather: None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         output: Tensor = _MatmulScatter.apply(self.products, x, self.weight)  # type: ignore[no-untyped-call]
         return output
 

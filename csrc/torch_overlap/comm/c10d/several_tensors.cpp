@@ -1,11 +1,11 @@
 // Collectives over several tensors of each rank, with the results of torch's gloo backend.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/minimum.h>
+#include <ATen/ops/empty.h>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/c10d/backend_wrapper.h"
 #include "torch_overlap/comm/c10d/convert.h"
+#include "torch_overlap/comm/composed.h"
 
 namespace torch_overlap {
 namespace {
@@ -22,37 +22,6 @@ void check_alike(const Tensors& tensors, const at::Tensor& first, std::string_vi
                         op, ": expected tensors of sizes ", first.sizes(), " and dtype ",
                         first.dtype().name(), " like the first one, got ", tensor.sizes(), " and ",
                         tensor.dtype().name(), "; call all_reduce_coalesced, or once for each");
-  }
-}
-
-// Reduces `other` into `into`.
-void reduce_into(at::Tensor& into, const at::Tensor& other, const ReduceOp& op) {
-  switch (op.type()) {
-    case RedOpType::SUM:
-      into.add_(other);
-      return;
-    case RedOpType::PRODUCT:
-      into.mul_(other);
-      return;
-    case RedOpType::MIN:
-      into = at::minimum(into, other);
-      return;
-    case RedOpType::MAX:
-      into = at::maximum(into, other);
-      return;
-    case RedOpType::BAND:
-      into.bitwise_and_(other);
-      return;
-    case RedOpType::BOR:
-      into.bitwise_or_(other);
-      return;
-    case RedOpType::BXOR:
-      into.bitwise_xor_(other);
-      return;
-    default:
-      fail(ErrorKind::kUnsupported, "all_reduce: expected SUM, PRODUCT, MIN, MAX or a bitwise ",
-           "operation for several tensors of a rank, got ", to_string(op.type()),
-           "; call it for each tensor");
   }
 }
 
@@ -88,10 +57,15 @@ C10dWork BackendWrapper::all_reduce_several(const Tensors& tensors,
   return operation([&] {
     check_alike(tensors, tensors.front(), "all_reduce");
     const auto op = from_c10d(opts.reduceOp);
+    TORCH_OVERLAP_CHECK(op.type() != RedOpType::AVG && op.type() != RedOpType::PREMUL_SUM,
+                        kUnsupported,
+                        "all_reduce: expected SUM, PRODUCT, MIN, MAX or a bitwise operation for "
+                        "several tensors of a rank, got ",
+                        to_string(op.type()), ". Call it for each tensor.");
     WorkParts parts = begin_work(c10d::OpType::ALLREDUCE, tensors, tensors);
     const at::NoGradGuard no_grad;
-    at::Tensor reduced = tensors.front().clone(at::MemoryFormat::Contiguous);
-    for (size_t i = 1; i < tensors.size(); ++i) reduce_into(reduced, tensors[i], op);
+    const at::Tensor reduced = at::empty(tensors.front().sizes(), tensors.front().options());
+    reduce_parts(reduced, contiguous_input(tensors), op.type(), /*factors=*/{});
     for (const auto& tensor : tensors) parts.copies.push_back({reduced, tensor});
     parts.works.push_back(comm_for(reduced.device())
                               ->all_reduce(reduced, op, opts.asyncOp, op_options(opts.timeout)));
