@@ -167,7 +167,7 @@ class Rank final : public torch::CustomClassHolder {
                          layout_.size, device_, kName, kPatience);
     auto part = torch_overlap::symmetric_empty({layout_.total()}, at::kByte, device_);
     auto memory = SymmetricMemory::rendezvous(
-        *group->bootstrap("memory"),
+        *group->bootstrap("fused_alone", "memory"),
         {.op = kName, .name = kName, .tensor = part, .digest = "", .fault = {}});
     if (rank != rank_) return;
     part_ = std::move(part);

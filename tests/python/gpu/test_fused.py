@@ -511,20 +511,24 @@ def test_two_replays_at_once(comm, make_comm, kind, alone):
 
 @pytest.mark.parametrize(("rows", "k", "algorithm"), [(256, 128, "fused"), (255, 128, "sequential"), (256, 129, None)])
 def test_what_nobody_measured(comm, seed, rows, k, algorithm):
-    """By rule these kernels are selected if they support the problem and it has enough rows."""
+    """By rule these kernels are selected if they support the problem and it has enough rows: of a rank, or of one of
+    the four pieces of matmul_all_reduce."""
     torch.manual_seed(seed + comm.get_rank())
     size = comm.get_size()
-    x, whole, w = (torch.randn(n, k, device="cuda").half() for n in (rows, rows * size, 264))
+    x, whole, pieces, w = (torch.randn(n, k, device="cuda").half() for n in (rows, rows * size, 4 * rows, 264))
     calls = {
         "all_gather_matmul": ((x, [w], comm), lambda: ops.all_gather_matmul(x, [w], comm)[0][0]),
         "matmul_reduce_scatter": ((whole, w, comm), lambda: ops.matmul_reduce_scatter(whole, w, comm)),
-        "matmul_all_reduce": ((whole, w, comm), lambda: ops.matmul_all_reduce(whole, w, comm)),
+        "matmul_all_reduce": ((pieces, w, comm), lambda: ops.matmul_all_reduce(pieces, w, comm)),
     }
-    sums = sum(a @ b.t() for a, b in zip(everybodys(comm, whole), everybodys(comm, w), strict=True))
+
+    def summed(x):
+        return sum(a @ b.t() for a, b in zip(everybodys(comm, x), everybodys(comm, w), strict=True))
+
     want = {
         "all_gather_matmul": torch.cat(everybodys(comm, x)) @ w.double().t(),
-        "matmul_reduce_scatter": sums[comm.get_rank() * rows :][:rows],
-        "matmul_all_reduce": sums,
+        "matmul_reduce_scatter": summed(whole)[comm.get_rank() * rows :][:rows],
+        "matmul_all_reduce": summed(pieces),
     }
     _C._set_tuning("table", {})
     try:

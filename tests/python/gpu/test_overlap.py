@@ -237,7 +237,7 @@ def test_ranks_that_cannot_reach_each_other(comm, kind):
         eager(case, step)
     path = case.buffer.last_path()
     assert "send and receive" in path, path
-    assert "told not to use each other's memory" in path, path
+    assert "ranks pretend that peers' memory is unreachable" in path, path
     hundred_replays(comm, capture(case.issue), case, 3)
 
 

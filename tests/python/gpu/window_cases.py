@@ -69,15 +69,14 @@ class Ring:
 
     def capture_counted(self):
         """Runs one replay: the next inputs, the step, and the comparison of its result; `wrong` counts differences."""
-        turn = torch.zeros((), dtype=torch.int64, device="cuda")
-        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.turn, self.wrong = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            turn.add_(1).remainder_(64)
-            self.fill(turn)
+            self.turn.add_(1).remainder_(64)
+            self.fill(self.turn)
             self.step()
-            self.wrong += self.off(turn)
+            self.wrong += self.off(self.turn)
         return graph
 
     def fill(self, step):
