@@ -152,12 +152,19 @@ class ColumnParallelLinear(ParallelLinear):
         """This rank's part of each bias; None for a layer without one."""
         return [local_parameter(self, bias) for _, bias in self._names]
 
-    def forward(self, x: Tensor) -> Any:
-        """Returns a tensor, or a list if `out_features` is a list. Valid on the current stream."""
-        outputs = self._products(x, self.weights, self.biases)
-        return outputs if isinstance(self.out_features, list) else outputs[0]
+    def forward(self, x: Tensor, joined: bool = False) -> Any:
+        """Returns a tensor, or a list if `out_features` is a list. Valid on the current stream.
 
-    def _products(self, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        Args:
+            x: the input.
+            joined: if True and one product computes several outputs, returns them side by side in one tensor.
+        """
+        outputs = self._products(x, self.weights, self.biases, joined and not self.gather_output)
+        is_whole = isinstance(self.out_features, list) and len(outputs) == len(self._names)
+        return outputs if is_whole else outputs[0]
+
+    def _products(self, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None],
+                  may_stay_joined: bool = False) -> list[Tensor]:  # fmt: skip
         self._expect_features(x, weights)
         sizes = [w.size(0) for w in weights]
         features = sum(sizes)
@@ -183,7 +190,7 @@ class ColumnParallelLinear(ParallelLinear):
         else:
             self._require_fused("matmul_all_reduce", x, features)  # the gradient's operator
             outputs = copy_matmul(x, weights, biases, self.comm, self.algorithm)
-        if is_joined:  # results that may be changed in place, which those of split() may not
+        if is_joined and not may_stay_joined:  # results that may be changed in place, which those of split() may not
             outputs = list(torch.unsafe_split_with_sizes(outputs[0], sizes, -1))
         return self._gathered(outputs)
 

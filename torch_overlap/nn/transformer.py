@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,7 @@ from torch_overlap.nn._initialize import Init
 from torch_overlap.nn._parallel_linear import LayerOptions, per_rank
 from torch_overlap.nn.layout import mark_replicated, ranks_of
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
+from torch_overlap.ops.gemm import swiglu
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -80,9 +82,13 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the output, valid on the current stream."""
-        first, *rest = self.up(x)
-        h = self.activation(first)
-        return _end(self.down, h * rest[0] if self.is_gated else h, self.up, x)
+        return _end(self.down, self._gated(x) if self.is_gated else self.activation(*self.up(x)), self.up, x)
+
+    def _gated(self, x: Tensor) -> Tensor:
+        up = self.up(x, joined=True) if type(self.up) is ColumnParallelLinear else self.up(x)
+        if torch.compiler.is_compiling():  # which fuses the operators of torch
+            return F.silu(up[0]) * up[1]
+        return swiglu(up) if isinstance(up, Tensor) else swiglu(*up)
 
 
 class ParallelSelfAttention(nn.Module):

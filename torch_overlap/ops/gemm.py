@@ -1,4 +1,4 @@
-"""Matrix products with their scaling and epilogues, quantization to 8-bit floats, groups of products.
+"""Matrix products with their scaling and epilogues, quantization to 8-bit floats, groups of products, gated activation.
 
 These operators have no communicator. A product is `op(lhs) [m, k] op(rhs) [k, n]`, where op is the transpose if
 requested; a linear layer is `gemm(x, None, weight, None, rhs_transposed=True)`. `scaling_mode` is a `ScalingMode` or
@@ -278,3 +278,24 @@ def swizzle_scales(scales: Tensor) -> Tensor:
 def unswizzle_scales(scales: Tensor, rows: int, blocks: int) -> Tensor:
     """Returns the scales [rows, blocks] that `swizzle_scales` was given, without the padding."""
     return _ops.unswizzle_scales(scales, rows, blocks)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Returns silu(gate) * up, rounded once: the activation of gated layers (Shazeer, "GLU Variants Improve
+    Transformer", 2020).
+
+    On a GPU one kernel computes it, and one both gradients, which it writes side by side: with `gate` alone they are
+    the gradient of one product with joined weights.
+
+    Args:
+        gate: [..., features] of float32, float16, bfloat16 or float64; without `up` [..., 2 features], those of gate
+            first. Rows need not be dense.
+        up: of the shape, dtype and device of gate.
+
+    Returns: [..., features].
+
+    Raises:
+        InvalidTypeError: another dtype; operands that differ in dtype or device.
+        InvalidValueError: shapes that differ; an odd number of features without `up`.
+    """
+    return _ops.swiglu(gate, up)  # type: ignore[no-any-return]
