@@ -63,4 +63,24 @@ void drop_or_leak(T object) {
   }
 }
 
+// Holds an object that is leaked if the process has begun to exit when this is destroyed: while
+// members that are destroyed before it waited for other ranks, CUDA may have ended.
+template <typename T>
+class LeakedAtExit {
+ public:
+  LeakedAtExit() = default;
+  explicit LeakedAtExit(T object) : object_(std::move(object)) {}
+  ~LeakedAtExit() { drop_or_leak(std::move(object_)); }
+  LeakedAtExit(const LeakedAtExit&) = delete;
+  LeakedAtExit& operator=(const LeakedAtExit&) = delete;
+
+  T& operator*() { return object_; }
+  const T& operator*() const { return object_; }
+  T* operator->() { return &object_; }
+  const T* operator->() const { return &object_; }
+
+ private:
+  T object_;
+};
+
 }  // namespace torch_overlap

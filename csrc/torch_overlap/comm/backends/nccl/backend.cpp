@@ -286,7 +286,7 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
   const bool nccl_maps_captured = is_capturing && handle_->api().is_graph_register_enabled;
   const bool nccl_maps = nccl_maps_captured || !registered_.empty();
   NcclPrimitives primitives(
-      handle_->api(), handle_->comm(), context_.rank, context_.size, workspace_.data_ptr(),
+      handle_->api(), handle_->comm(), context_.rank, context_.size, workspace_->data_ptr(),
       stream.stream(), runtime_.get(), call.timeout,
       {.is_mapped = nccl_maps ? cuda::is_exportable : nullptr, .is_capture = nccl_maps_captured});
   bool has_launched = false;
@@ -336,7 +336,7 @@ void NcclBackend::enter_capture(const cuda::Capture& capture) {
   ++graphs_seen_;
   if (replay_tracking_)
     monitor_ = std::make_shared<GraphMonitor>(replay_tracking_->pool, graphs_seen_);
-  graph_resources_ = GraphResources::attach(capture.graph, handle_, workspace_, monitor_);
+  graph_resources_ = GraphResources::attach(capture.graph, handle_, *workspace_, monitor_);
   if (replay_tracking_) monitors_.push_back(monitor_);
   capture_ = capture.id;
 }

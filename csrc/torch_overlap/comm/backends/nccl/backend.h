@@ -18,6 +18,7 @@
 #include "torch_overlap/comm/backends/nccl/watchdog.h"
 #include "torch_overlap/comm/backends/nccl/work.h"
 #include "torch_overlap/comm/peer_failure.h"
+#include "torch_overlap/comm/shutdown.h"
 #include "torch_overlap/common/cuda/capture.h"
 
 namespace torch_overlap {
@@ -153,7 +154,7 @@ class NcclBackend final : public Backend, public Watched, public PendingDelete {
 
   const BackendContext context_;
   const std::shared_ptr<CommRuntime> runtime_;
-  const at::Tensor workspace_;  // one byte, for barriers
+  const LeakedAtExit<at::Tensor> workspace_;  // one byte, for barriers
   std::shared_ptr<NcclHandle> handle_;
   RemoteWindows remote_;
   CustomCollectives custom_collectives_;  // guarded by the launch lock

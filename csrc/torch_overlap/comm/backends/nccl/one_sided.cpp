@@ -116,7 +116,7 @@ std::shared_ptr<NcclHandle> OneSided::get_handle() {
 
 void OneSided::allocate() {
   staging_bytes_ = std::min(kMaxStagingBytes, round_up_to_page(bytes_));
-  staging_ =
+  *staging_ =
       symmetric_empty({static_cast<int64_t>(counts_bytes() + staging_bytes_)}, at::kByte, device_);
 }
 
@@ -170,7 +170,7 @@ void OneSided::register_windows(const std::vector<int>& peers) {
     data_window_ = add_window(static_cast<std::byte*>(data_) - offsets_[rank_], allocation_bytes_);
   }
   pad_window_ = add_window(pad_, SignalPad::bytes(size_));
-  (void)add_window(staging(), staging_.nbytes());
+  (void)add_window(staging(), staging_->nbytes());
   // At the first operation NCCL creates shared state, which all ranks must join: later a rank would
   // wait for the others.
   const cuda::OwnedStream stream(device_.index(), /*high_priority=*/false);

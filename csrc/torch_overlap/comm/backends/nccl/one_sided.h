@@ -11,6 +11,7 @@
 
 #include "torch_overlap/comm/backend.h"
 #include "torch_overlap/comm/backends/nccl/handle.h"
+#include "torch_overlap/comm/shutdown.h"
 #include "torch_overlap/symm/cuda/device_wait_monitor.h"
 #include "torch_overlap/symm/remote_access.h"
 #include "torch_overlap/symm/symmetric_memory.h"
@@ -91,7 +92,7 @@ class TORCH_OVERLAP_API OneSided final : public RemoteAccess,
   ncclWindow_t add_window(void* data, size_t bytes);
   void put_from(const void* from, size_t bytes, int dst, ncclWindow_t window, size_t offset,
                 cudaStream_t stream);
-  std::byte* staging() const { return static_cast<std::byte*>(staging_.mutable_data_ptr()); }
+  std::byte* staging() const { return static_cast<std::byte*>(staging_->mutable_data_ptr()); }
   uint64_t* count_for(int dst) const;
   size_t counts_bytes() const;
 
@@ -104,7 +105,7 @@ class TORCH_OVERLAP_API OneSided final : public RemoteAccess,
   std::vector<size_t> offsets_;  // offset in bytes of each rank's tensor in its allocation
   size_t allocation_bytes_ = 0;
   size_t staging_bytes_ = 0;  // these follow the counts
-  at::Tensor staging_;
+  LeakedAtExit<at::Tensor> staging_;
   std::mutex stop_mutex_;
   bool is_stopped_ = false;
   std::shared_ptr<NcclHandle> handle_;  // set once, under stop_mutex_, before any operation
