@@ -3,9 +3,11 @@
     torchrun --nproc_per_node 4 benchmarks/layer.py --models llama3-8b,llama3-70b --out benchmarks/results
 
 A ParallelTransformerBlock with sequence parallelism in bf16, with its gradients of norms summed at the end. ours: by
-algorithms of the operators; nccl: sequential, with no kernel of ours in the collectives; torch fused: the same as nccl
+algorithms of the operators, each also with changes: "p2p+kept" keeps the gathered rows for the backward pass,
+"p2p+silu" computes the gated activation by torch's kernels, and with --accumulate, where gradients are added to those of
+the step before, "p2p+main_grad" lets the products add them to float32 buffers. nccl: sequential, with no kernel of ours in the collectives; torch fused: the same as nccl
 with the products of torch's async tensor parallelism, "joined" with one weight for all products of a gather
-(torch_overlap/tools/bench/async_tp.py); no communication: the latter with nothing sent. All of them take turns in a
+(torch_overlap/tools/bench/async_tp.py), and our kernel of the gated activation; no communication: the latter with nothing sent. All of them take turns in a
 round, in CUDA graphs; a sample is that of the slowest rank. Rows carry the layer's floor, measured in the same rounds,
 and where the time of a replay goes (torch_overlap/tools/bench/layer_floor.py). "predicted": the planner's, with the
 cost model of H200s. The result and gradients of every variant are compared with those of nccl before anything is timed;
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import torch_overlap as to
@@ -41,32 +44,61 @@ NO_COMMUNICATION = "no communication"
 TORCH_FUSED = {"torch fused": False, "torch fused joined": True}  # name -> True if the weights of one gather are joined
 
 
-class Layer:
-    """A block, its input and the gradient of its output: the same numbers for every variant, by a seed."""
+def _silu_apart(mlp: to.nn.ParallelMLP, x: Tensor) -> Tensor:
+    gate, up = mlp.up(x)
+    return F.silu(gate) * up
 
-    def __init__(self, model: Transformer, comm: to.TorchComm, algorithm: str, batch: int, dtype: torch.dtype) -> None:
+
+class Layer:
+    """A block, its input and the gradient of its output: the same numbers for every variant, by a seed.
+
+    Args:
+        variant: an algorithm, and changes: "p2p+kept+silu".
+        accumulates: if True, a step adds its gradients to those of the step before.
+    """
+
+    def __init__(self, model: Transformer, comm: to.TorchComm, variant: str, batch: int, dtype: torch.dtype,
+                 accumulates: bool = False) -> None:  # fmt: skip
+        algorithm, *changes = variant.split("+")
+        if unknown := set(changes) - {"kept", "silu", "main_grad"}:
+            raise ValueError(f"layer: expected changes among kept, silu and main_grad, got {sorted(unknown)}")
         device, size = comm.get_device(), comm.get_size()
         torch.manual_seed(1 + comm.get_rank())
         self.block = to.nn.ParallelTransformerBlock(
             model.hidden, model.heads, model.ffn, comm, kv_heads=model.kv_heads,
             activation="swiglu" if model.gated else "gelu", norm="rms", bias=False, dtype=dtype, algorithm=algorithm,
+            keep_gathered="kept" in changes, gradient_accumulation_fusion="main_grad" in changes,
         )  # fmt: skip
+        if "silu" in changes and model.gated:
+            self.block.mlp._gated = partial(_silu_apart, self.block.mlp)
+        self.accumulates, self.buffers = accumulates, []
+        if "main_grad" in changes:
+            for parameter in (p for p in self.block.parameters() if p.dim() == 2):
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+                self.buffers.append(parameter.main_grad)
         to.nn.defer_replicated_grads(self.block)  # one sum for both norms
         rows = (model.sequence // size, batch, model.hidden)
         self.x = torch.randn(rows, device=device, dtype=dtype, requires_grad=True)
         self.grad = torch.randn(rows, device=device, dtype=dtype)
 
     def step(self) -> Tensor:
-        self.block.zero_grad(set_to_none=True)
+        if not self.accumulates:
+            self.clear()
         self.x.grad = None
         y: Tensor = self.block(self.x)
         y.backward(self.grad)
         to.nn.sync_replicated_grads(self.block)
         return y
 
+    def clear(self) -> None:
+        self.block.zero_grad(set_to_none=True)
+        for buffer in self.buffers:
+            buffer.zero_()
+
     def results(self) -> list[Tensor]:
+        self.clear()
         y = self.step()
-        grads = [p.grad for p in (self.x, *self.block.parameters())]
+        grads = [getattr(p, "main_grad", p.grad) for p in (self.x, *self.block.parameters())]
         return [y.detach().clone(), *(g.clone() for g in grads if g is not None)]
 
 
@@ -92,7 +124,7 @@ class LayerVariants:
         self.ranks = ranks
         self.is_cuda = ranks.device.type == "cuda"
         dtype = torch.bfloat16 if self.is_cuda else torch.float32
-        make = partial(Layer, model, batch=args.batch, dtype=dtype)
+        make = partial(Layer, model, batch=args.batch, dtype=dtype, accumulates=args.accumulate)
         self.layers = {"nccl": make(nccl, "sequential")}
         self.missing: dict[str, str] = {}
         reference = self.layers["nccl"].results()
@@ -152,7 +184,7 @@ def rows_of(model: Transformer, ways: LayerVariants, samples: Samples, batch: in
     common = {
         "op": "layer", "name": model.name, "shape": [model.sequence * batch, model.ffn, model.hidden],
         "dtype": str(ways.layers["nccl"].x.dtype).removeprefix("torch."), "tp": size,
-        "mode": "graph" if ways.is_cuda else "eager",
+        "mode": "graph" if ways.is_cuda else "eager", "accumulates": ways.layers["nccl"].accumulates,
         "peers": {peer: spread_of(samples[peer]).median for peer in peers},
     }  # fmt: skip
     parts = {name: spread_of(samples[name]).median for name in ways.parts.calls()}
@@ -191,7 +223,8 @@ def report(model: Transformer, batch: int, rows: list[dict[str, Any]], missing: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama3-8b,llama3-70b", help=f"of {', '.join(sorted(PRESETS))}")
-    parser.add_argument("--algorithms", default=ALGORITHMS, help="of ours (default: %(default)s)")
+    parser.add_argument("--algorithms", default=ALGORITHMS, help="of ours, with changes (default: %(default)s)")
+    parser.add_argument("--accumulate", action="store_true", help="gradients are added to those of the step before")
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path, help="the folder of the result; default: it is only printed")

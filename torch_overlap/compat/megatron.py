@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_overlap import ops
 from torch_overlap._c10d import comm_from_group
+from torch_overlap.nn._main_grad import fusible, with_main_grad
 from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
 
 __all__ = ["spec_provider"]
@@ -27,7 +28,7 @@ def spec_provider(algorithm: str = "auto") -> Any:
 
     Everything but the linear layers is that of Megatron's LocalSpecProvider. Expert layers, and layers whose weights
     Megatron gathers itself (GTP), compute as Megatron's. With `gradient_accumulation_fusion` gradients of weights are
-    added to `main_grad`, after the product and without APEX.
+    added to `main_grad` without APEX: with sequence parallelism by the product, else after it.
 
     Args:
         algorithm: of the operators; see torch_overlap.ops.
@@ -53,7 +54,8 @@ def _provider(algorithm: str) -> Any:
                 return result
             comm = comm_from_group(self.tp_group, input.device)
             if options["sequence_parallel"]:
-                return ops.all_gather_matmul(input, [weight], comm, [bias], algorithm=algorithm)[0][0]
+                return ops.all_gather_matmul(input, [weight], comm, [bias], algorithm=algorithm,
+                                             main_grads=_main_grads(self, input))[0][0]  # fmt: skip
             return copy_matmul(input, [weight], [bias], comm, algorithm)[0]
 
     class RowParallelLinear(layers.RowParallelLinear):  # type: ignore[misc]
@@ -72,7 +74,7 @@ def _provider(algorithm: str) -> Any:
             comm, weight = comm_from_group(self.tp_group, input_.device), _with_main_grad(self, self.weight)
             x = input_ if self.input_is_parallel else local_shard(input_, -1, comm)
             if self.sequence_parallel:
-                y = ops.matmul_reduce_scatter(x, weight, comm, algorithm=algorithm)
+                y = ops.matmul_reduce_scatter(x, weight, comm, algorithm=algorithm, main_grads=_main_grads(self, x))
             else:
                 y = sum_matmul(x, weight, None, comm, algorithm)
             if self.skip_bias_add:
@@ -101,27 +103,13 @@ def _is_ours(layer: Any) -> bool:
     return not layer.explicit_expert_comm and layer.gtp_remat_size == 1 and layer.tp_group.size() > 1
 
 
+def _has_main_grad(layer: Any, weight: Tensor) -> bool:
+    return layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
+
+
 def _with_main_grad(layer: Any, weight: Tensor) -> Tensor:
-    if not layer.gradient_accumulation_fusion or not weight.requires_grad or not torch.is_grad_enabled():
-        return weight
-    wrapped: Tensor = _MainGrad.apply(weight)  # type: ignore[no-untyped-call]
-    return wrapped
+    return with_main_grad(weight, weight) if _has_main_grad(layer, weight) else weight
 
 
-class _MainGrad(torch.autograd.Function):
-    """The identity, whose backward pass adds the gradient to `main_grad` of the weight, as Megatron's fused product."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
-        weight = ctx.weight
-        weight.main_grad.add_(grad)
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        # Megatron's hook ignores the values of .grad, but runs only if there is one.
-        weight.grad_added_to_main_grad = True
-        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+def _main_grads(layer: Any, x: Tensor) -> list[Tensor]:
+    return fusible(x, [layer.weight.main_grad]) if _has_main_grad(layer, layer.weight) else []

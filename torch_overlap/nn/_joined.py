@@ -76,8 +76,11 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.sizes = [part.size(0) for part in inputs]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:  # it was added to main_grad
+            return (None,) * len(ctx.sizes)
         parts: tuple[Tensor, ...] = grad.split(ctx.sizes)
         return parts

@@ -14,6 +14,7 @@ from torch_overlap._C import TorchComm
 from torch_overlap.nn import _algorithm_checks
 from torch_overlap.nn._float8 import ALGORITHMS
 from torch_overlap.nn._initialize import Init
+from torch_overlap.nn._main_grad import fusible, main_grad_of, with_main_grad
 from torch_overlap.nn.float8 import Float8Recipe, Float8State
 from torch_overlap.nn.layout import ranks_of
 
@@ -37,6 +38,7 @@ class LayerOptions(TypedDict, total=False):
     algorithm: str
     require_fused: bool
     fp8: Float8Recipe | None
+    gradient_accumulation_fusion: bool
 
 
 class ParallelLinear(nn.Module):
@@ -46,7 +48,7 @@ class ParallelLinear(nn.Module):
     float8: Float8State | None
 
     def __init__(self, comm: TorchComm | DeviceMesh, *, sequence_parallel: bool, algorithm: str, require_fused: bool,
-                 init: Init | None, fp8: Float8Recipe | None) -> None:  # fmt: skip
+                 init: Init | None, fp8: Float8Recipe | None, gradient_accumulation_fusion: bool) -> None:  # fmt: skip
         super().__init__()
         name: str = self._get_name()  # type: ignore[no-untyped-call]
         self.comm, self.mesh = ranks_of(name, comm)
@@ -57,6 +59,24 @@ class ParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.algorithm, self.require_fused = algorithm, require_fused
         self.init, self.fp8 = init, fp8
+        self.gradient_accumulation_fusion = gradient_accumulation_fusion
+
+    def _with_main_grads(
+        self, x: Tensor, names: Sequence[str], weights: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the weights, whose gradients go to main_grad if that was asked for, and the operator's buffers."""
+        if not self.gradient_accumulation_fusion or not torch.is_grad_enabled():
+            return weights, []
+        parameters = [getattr(self, name) for name in names]
+        if not any(parameter.requires_grad for parameter in parameters):
+            return weights, []
+        name: str = self._get_name()  # type: ignore[no-untyped-call]
+        buffers = [main_grad_of(name, parameter) if parameter.requires_grad else None for parameter in parameters]
+        wrapped = [weight if buffer is None else with_main_grad(parameter, weight)
+                   for parameter, weight, buffer in zip(parameters, weights, buffers, strict=True)]  # fmt: skip
+        if any(buffer is None for buffer in buffers) or self.float8 is not None or not self.sequence_parallel:
+            return wrapped, []
+        return wrapped, fusible(x, [buffer for buffer in buffers if buffer is not None])
 
     def _make_float8(self, weights: Sequence[Tensor]) -> None:
         """Makes the state of `fp8` for the weights [out, in] of this rank."""

@@ -59,6 +59,10 @@ class ColumnParallelLinear(ParallelLinear):
             or bfloat16, or under autocast, and gradients are of the first order. The gradient of the weight is
             multiplied in bfloat16 (with 8-bit values still) if the number of rows is not a multiple of 16; with "mxfp8"
             rows are padded with zeros to blocks of 32.
+        gradient_accumulation_fusion: if True, the gradient of each weight is added to `weight.main_grad`, a tensor of
+            its shape that the caller sets before the forward pass, and `weight.grad` stays None (Megatron's
+            convention). With sequence parallelism the product itself adds it, if the buffer is contiguous and has the
+            dtype of x or, for 16-bit x, float32. Gradients are then of the first order.
 
     Raises:
         ValueError: features not divisible by the number of ranks; with fp8, a rank's features not divisible by 16
@@ -83,9 +87,11 @@ class ColumnParallelLinear(ParallelLinear):
         require_fused: bool = False,
         init: Init | None = None,
         fp8: Float8Recipe | None = None,
+        gradient_accumulation_fusion: bool = False,
     ) -> None:
         super().__init__(comm, sequence_parallel=sequence_parallel, algorithm=algorithm, require_fused=require_fused,
-                         init=init, fp8=fp8)  # fmt: skip
+                         init=init, fp8=fp8,
+                         gradient_accumulation_fusion=gradient_accumulation_fusion)  # fmt: skip
         self.in_features, self.keep_gathered = in_features, keep_gathered
         self.out_features = out_features if isinstance(out_features, int) else list(out_features)
         self.gather_output, self.gather_dim = gather_output, gather_dim
@@ -159,12 +165,13 @@ class ColumnParallelLinear(ParallelLinear):
             x: the input.
             joined: if True and one product computes several outputs, returns them side by side in one tensor.
         """
-        outputs = self._products(x, self.weights, self.biases, joined and not self.gather_output)
+        weights, main_grads = self._with_main_grads(x, [name for name, _ in self._names], self.weights)
+        outputs = self._products(x, weights, self.biases, main_grads, joined and not self.gather_output)
         is_whole = isinstance(self.out_features, list) and len(outputs) == len(self._names)
         return outputs if is_whole else outputs[0]
 
     def _products(self, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None],
-                  may_stay_joined: bool = False) -> list[Tensor]:  # fmt: skip
+                  main_grads: Sequence[Tensor] = (), may_stay_joined: bool = False) -> list[Tensor]:  # fmt: skip
         self._expect_features(x, weights)
         sizes = [w.size(0) for w in weights]
         features = sum(sizes)
@@ -185,7 +192,7 @@ class ColumnParallelLinear(ParallelLinear):
             self._require_fused("all_gather_matmul", x, features)
             outputs, _ = ops.all_gather_matmul(
                 x, weights, self.comm, biases, gather_dim=self.gather_dim, return_gathered=keep,
-                algorithm=self.algorithm,
+                algorithm=self.algorithm, main_grads=main_grads,
             )  # fmt: skip
         else:
             self._require_fused("matmul_all_reduce", x, features)  # the gradient's operator
@@ -295,9 +302,11 @@ class RowParallelLinear(ParallelLinear):
         require_fused: bool = False,
         init: Init | None = None,
         fp8: Float8Recipe | None = None,
+        gradient_accumulation_fusion: bool = False,
     ) -> None:
         super().__init__(comm, sequence_parallel=sequence_parallel, algorithm=algorithm, require_fused=require_fused,
-                         init=init, fp8=fp8)  # fmt: skip
+                         init=init, fp8=fp8,
+                         gradient_accumulation_fusion=gradient_accumulation_fusion)  # fmt: skip
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel, self.scatter_dim = input_is_parallel, scatter_dim
         part = per_rank("RowParallelLinear", "in_features", in_features, self.comm)
@@ -333,6 +342,7 @@ class RowParallelLinear(ParallelLinear):
             x = local_shard(x, -1, self.comm)
         weight, bias = self._local()
         self._expect_features(x, [weight])
+        (weight,), main_grads = self._with_main_grads(x, ["weight"], [weight])
         if self.float8 is not None:
             self._require_fused_float8("scaled_matmul_reduce_scatter", x, self.out_features)
             dim = self.scatter_dim if self.sequence_parallel else None
@@ -340,8 +350,9 @@ class RowParallelLinear(ParallelLinear):
         if self.sequence_parallel:
             self._require_fused("matmul_reduce_scatter", x, self.out_features)
             return ops.matmul_reduce_scatter(
-                x, weight, self.comm, bias, scatter_dim=self.scatter_dim, algorithm=self.algorithm, regather=regather
-            )
+                x, weight, self.comm, bias, scatter_dim=self.scatter_dim, algorithm=self.algorithm, regather=regather,
+                main_grads=main_grads,
+            )  # fmt: skip
         self._require_fused("matmul_all_reduce", x, self.out_features)
         return sum_matmul(x, weight, bias, self.comm, self.algorithm)
 

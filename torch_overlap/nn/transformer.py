@@ -87,7 +87,7 @@ class ParallelMLP(nn.Module):
     def _gated(self, x: Tensor) -> Tensor:
         up = self.up(x, joined=True) if type(self.up) is ColumnParallelLinear else self.up(x)
         if torch.compiler.is_compiling():  # which fuses the operators of torch
-            return F.silu(up[0]) * up[1]
+            return F.silu(up[0]) * up[1]  # type: ignore[no-any-return]
         return swiglu(up) if isinstance(up, Tensor) else swiglu(*up)
 
 

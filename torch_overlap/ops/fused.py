@@ -49,6 +49,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     return_gathered: bool = False,
     algorithm: str = "auto",
+    main_grads: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], Tensor]:
     """Applies several linear layers to the gathered `x`, gathered once: [linear(all_gather(x), w, b) for each w, b].
 
@@ -62,11 +63,17 @@ def all_gather_matmul(
         return_gathered: if True, returns the gathered x too. Then the backward pass does not gather it again. A
             loss may use it on some ranks only.
         algorithm: one of those above.
+        main_grads: buffers to which the backward pass adds the gradients of the weights, instead of returning them:
+            one for each weight, of its shape (or several, with its rows in order), contiguous, of the dtype of x or,
+            for 16-bit x, float32. They may change between the passes. Not with create_graph, nor while a compiler
+            traces.
 
     Returns: the products [..., n_i], and the gathered x, or an empty tensor.
     """
     weights = one_per_weight("all_gather_matmul", weights)
-    return _ops.all_gather_matmul(x, weights, biases, *group(comm), gather_dim, return_gathered, algorithm)
+    return _ops.all_gather_matmul(
+        x, weights, biases, *group(comm), gather_dim, return_gathered, algorithm, list(main_grads) or None
+    )
 
 
 def matmul_reduce_scatter(
@@ -79,6 +86,7 @@ def matmul_reduce_scatter(
     op: ReduceOp | str = "sum",
     algorithm: str = "auto",
     regather: Tensor | None = None,
+    main_grads: Sequence[Tensor] = (),
 ) -> Tensor:
     """Computes reduce_scatter(x weight^T, scatter_dim) + bias: this rank's rows of the sum of all ranks' products.
 
@@ -94,8 +102,11 @@ def matmul_reduce_scatter(
         regather: the x of the all_gather_matmul whose backward pass comes next, on all ranks or on none, with the same
             communicator and dimension. The backward pass starts its gather beside the gradient of the weight, so that
             the next one finds it done: it then holds all ranks' rows of that x from here to there.
+        main_grads: the buffer to which the backward pass adds the gradient of the weight; see `all_gather_matmul`.
     """
-    return _ops.matmul_reduce_scatter(x, weight, bias, *group(comm), scatter_dim, reduction(op)[0], algorithm, regather)
+    return _ops.matmul_reduce_scatter(
+        x, weight, bias, *group(comm), scatter_dim, reduction(op)[0], algorithm, regather, list(main_grads) or None
+    )
 
 
 def matmul_all_reduce(

@@ -298,4 +298,4 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         InvalidTypeError: another dtype; operands that differ in dtype or device.
         InvalidValueError: shapes that differ; an odd number of features without `up`.
     """
-    return _ops.swiglu(gate, up)  # type: ignore[no-any-return]
+    return _ops.swiglu(gate, up)

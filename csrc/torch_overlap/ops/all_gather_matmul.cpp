@@ -37,6 +37,7 @@ AllGatherMatmul::Result all_gather_matmul_kernel(const AllGatherMatmul& call) {
   const int64_t dim = check_row_dim(kAllGatherMatmul, call.x, call.gather_dim, "gather_dim");
   auto out = allocate(call, dim);
   if (is_shape_only(call.x)) return out;
+  (void)split_main_grads(kAllGatherMatmul, call.main_grads, call.weights, call.x);
   auto& [products, gathered] = out;
   GatherProducts problem{.op = kAllGatherMatmul,
                          .comm = find_comm(kAllGatherMatmul, call.comm, call.group_size),
@@ -94,6 +95,12 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
   }
   const bool x_wanted = pass.wants(call.x) && (!used_grads.empty() || gathered_grad.defined());
   if (!x_wanted && wanted.empty()) return;
+  WeightBuffers main_grads;
+  if (auto all = split_main_grads(kAllGatherMatmul, call.main_grads, call.weights, call.x);
+      !all.empty() && !wanted.empty()) {
+    check_may_add(kAllGatherMatmul, call.x);
+    for (const size_t i : wanted_at) main_grads.push_back(std::move(all[i]));
+  }
 
   if (at::GradMode::is_enabled()) {  // double backward may be requested
     if (x_wanted) {
@@ -126,7 +133,7 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
     return;
   }
 
-  auto [x_grad, weight_grads] = Operator<AllGatherMatmulBackward>::dispatch(
+  auto [x_grad, weight_grads] = all_gather_matmul_backward(
       {.grads = used_grads,
        .x = call.x,
        .weights = used_weights,
@@ -137,9 +144,10 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
        .comm = call.comm,
        .group_size = call.group_size,
        .gather_dim = dim,
-       .algorithm = call.algorithm});
+       .algorithm = call.algorithm,
+       .main_grads = std::move(main_grads)});
   if (x_wanted) pass.set(call.x, std::move(x_grad));
-  for (size_t i = 0; i < wanted.size(); ++i) {
+  for (size_t i = 0; i < weight_grads.size(); ++i) {
     pass.set(call.weights, std::move(weight_grads[i]), wanted_at[i]);
   }
 }
@@ -157,7 +165,8 @@ TORCH_OVERLAP_AUTOCAST(AllGatherMatmul)
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   m.def(
       "all_gather_matmul(Tensor x, Tensor[] weights, Tensor?[] biases, str comm, int group_size,"
-      " int gather_dim=0, bool return_gathered=False, str algorithm=\"auto\")"
+      " int gather_dim=0, bool return_gathered=False, str algorithm=\"auto\","
+      " Tensor[]? main_grads=None)"
       " -> (Tensor[], Tensor)",
       {at::Tag::pt2_compliant_tag});
 }

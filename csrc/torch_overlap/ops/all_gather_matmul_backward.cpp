@@ -30,6 +30,7 @@ AllGatherMatmulBackward::Result allocate(const AllGatherMatmulBackward& call) {
   const Tensor& x = call.x;
   std::vector<Tensor> weight_grads;
   for (const int64_t i : call.wanted) {
+    if (!call.main_grads.empty()) break;
     weight_grads.push_back(at::empty_symint(call.weights[i].sym_sizes(), x.options()));
   }
   return {
@@ -131,12 +132,21 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
   std::vector<GemmArgs> weight_gemms;
   std::vector<Product> weight_products;  // checked before anything more is sent
   for (size_t i = 0; i < call.wanted.size(); ++i) {
+    const Tensor& rows = grad_rows[call.wanted[i]];
+    if (!call.main_grads.empty()) {
+      for (auto& args : products_into(call.main_grads[i], rows, inputs)) {
+        weight_gemms.push_back(std::move(args));
+      }
+      continue;
+    }
     GemmArgs args;
-    args.lhs = operand(grad_rows[call.wanted[i]].t());
+    args.lhs = operand(rows.t());
     args.rhs = {.data = inputs};
     args.out = weight_grads[i];
-    weight_products.emplace_back(kAllGatherMatmulBackward, args);
     weight_gemms.push_back(std::move(args));
+  }
+  for (const GemmArgs& args : weight_gemms) {
+    weight_products.emplace_back(kAllGatherMatmulBackward, args);
   }
   const auto multiply_weights = [&] {
     if (gather) gather->finish();
@@ -173,6 +183,13 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
 TORCH_OVERLAP_OPERATOR(AllGatherMatmulBackward, all_gather_matmul_backward_kernel)
 
 }  // namespace
+
+AllGatherMatmulBackward::Result all_gather_matmul_backward(const AllGatherMatmulBackward& call) {
+  if (call.main_grads.empty()) return Operator<AllGatherMatmulBackward>::dispatch(call);
+  const BelowAutograd guard;
+  return all_gather_matmul_backward_kernel(call);
+}
+
 }  // namespace torch_overlap::ops
 
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {

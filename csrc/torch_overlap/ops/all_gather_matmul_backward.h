@@ -1,6 +1,6 @@
 #pragma once
 
-#include "torch_overlap/ops/ops.h"
+#include "torch_overlap/ops/main_grads.h"
 
 namespace torch_overlap::ops {
 
@@ -21,6 +21,9 @@ struct AllGatherMatmulBackward {
   int64_t group_size;
   int64_t gather_dim;
   std::string_view algorithm;
+  // No argument of the operator, whose schema does not name memory that is written: of each weight
+  // that is wanted; or empty.
+  WeightBuffers main_grads{};
 
   template <typename Self>
   static auto fields(Self& self) {
@@ -29,5 +32,8 @@ struct AllGatherMatmulBackward {
                     self.algorithm);
   }
 };
+
+// The operator; with main_grads its kernel, which then returns no gradients of weights.
+AllGatherMatmulBackward::Result all_gather_matmul_backward(const AllGatherMatmulBackward& call);
 
 }  // namespace torch_overlap::ops

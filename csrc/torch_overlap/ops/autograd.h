@@ -62,7 +62,7 @@ inline bool needs_autograd(const OptionalTensors& field) {
 }
 template <typename Attribute>
   requires(std::is_arithmetic_v<Attribute> || std::is_enum_v<Attribute> ||
-           std::is_same_v<Attribute, std::string_view>)
+           std::is_same_v<Attribute, std::string_view> || std::is_same_v<Attribute, MainGrads>)
 bool needs_autograd(const Attribute&) {
   return false;
 }

@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include "torch_overlap/ops/autograd.h"
+#include "torch_overlap/ops/main_grads.h"
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/regather.h"
 #include "torch_overlap/ops/rows.h"
@@ -34,6 +35,7 @@ Tensor matmul_reduce_scatter_kernel(const MatmulReduceScatter& call) {
   const int64_t dim = check_row_dim(kMatmulReduceScatter, call.x, call.scatter_dim, "scatter_dim");
   auto out = allocate(call, dim);
   if (is_shape_only(call.x)) return out;
+  (void)split_main_grads(kMatmulReduceScatter, call.main_grads, {call.weight}, call.x);
   GemmArgs args;
   args.lhs = operand(to_rows(call.x, dim));
   args.rhs = transposed_operand(call.weight);
@@ -51,7 +53,8 @@ Tensor matmul_reduce_scatter_kernel(const MatmulReduceScatter& call) {
   return out;
 }
 
-// The gradient of x, and of the weight if `weight_wanted` (else empty, of shape [0]): with
+// The gradient of x, and of the weight if `weight_wanted` without main_grads (else empty, of shape
+// [0]): with
 // G = all_gather(grad) they are G weight, which is all_gather_matmul(grad, weight^T), and G^T x.
 // The second product reads G where it was gathered, and runs beside the gather of `regather`.
 struct MatmulReduceScatterBackward {
@@ -66,6 +69,7 @@ struct MatmulReduceScatterBackward {
   int64_t scatter_dim;
   std::string_view algorithm;
   std::optional<Tensor> regather;
+  std::vector<Tensor> main_grads{};  // no argument of the operator, whose schema names no memory
 
   template <typename Self>
   static auto fields(Self& self) {
@@ -73,6 +77,13 @@ struct MatmulReduceScatterBackward {
                     self.scatter_dim, self.algorithm, self.regather);
   }
 };
+
+void add_products(const std::vector<Tensor>& main_grads, const Tensor& grad_rows,
+                  const Tensor& inputs) {
+  for (auto& args : products_into(main_grads, grad_rows, inputs)) {
+    Product(kMatmulReduceScatter, std::move(args)).run();
+  }
+}
 
 MatmulReduceScatterBackward::Result matmul_reduce_scatter_backward_kernel(
     const MatmulReduceScatterBackward& call) {
@@ -82,8 +93,9 @@ MatmulReduceScatterBackward::Result matmul_reduce_scatter_backward_kernel(
   sizes.back() = call.weight.sym_size(1);
   MatmulReduceScatterBackward::Result out{
       at::empty_symint(sizes, call.grad.options()),
-      call.weight_wanted ? at::empty_symint(call.weight.sym_sizes(), call.grad.options())
-                         : at::empty({0}, call.grad.options())};
+      call.weight_wanted && call.main_grads.empty()
+          ? at::empty_symint(call.weight.sym_sizes(), call.grad.options())
+          : at::empty({0}, call.grad.options())};
   if (is_shape_only(call.grad)) return out;
   auto& [x_grad, weight_grad] = out;
   GemmArgs args;
@@ -103,9 +115,11 @@ MatmulReduceScatterBackward::Result matmul_reduce_scatter_backward_kernel(
     problem.use_rows = [&](const Tensor& gathered) {
       if (call.regather) start_regather(problem.comm, *call.regather, dim);
       if (!call.weight_wanted) return;
+      const auto inputs = to_rows(call.x, dim);
+      if (!call.main_grads.empty()) return add_products(call.main_grads, gathered, inputs);
       GemmArgs product;
       product.lhs = operand(gathered.t());
-      product.rhs = {.data = to_rows(call.x, dim)};
+      product.rhs = {.data = inputs};
       product.out = weight_grad;
       Product(kMatmulReduceScatter, std::move(product)).run();
     };
@@ -113,6 +127,14 @@ MatmulReduceScatterBackward::Result matmul_reduce_scatter_backward_kernel(
   run(problem, *algorithm);
   copy_rows_back(problem.gemms[0].out, x_grad, dim);
   return out;
+}
+
+// The operator; with main_grads its kernel.
+MatmulReduceScatterBackward::Result matmul_reduce_scatter_backward(
+    const MatmulReduceScatterBackward& call) {
+  if (call.main_grads.empty()) return Operator<MatmulReduceScatterBackward>::dispatch(call);
+  const BelowAutograd guard;
+  return matmul_reduce_scatter_backward_kernel(call);
 }
 
 }  // namespace
@@ -128,19 +150,26 @@ void MatmulReduceScatter::backward(Backward<MatmulReduceScatter>& pass) {
   if (!x_wanted && !weight_wanted) return;
   const int64_t dim = call.scatter_dim < 0 ? call.scatter_dim + call.x.dim() : call.scatter_dim;
   const auto grad = call.op == "avg" ? pass.grads[0].div(call.group_size) : pass.grads[0];
+  std::vector<Tensor> main_grads;
+  if (auto all = split_main_grads(kMatmulReduceScatter, call.main_grads, {call.weight}, call.x);
+      !all.empty() && weight_wanted) {
+    check_may_add(kMatmulReduceScatter, call.x);
+    main_grads = std::move(all.front());
+  }
+  const bool adds = !main_grads.empty();
   if (x_wanted && !at::GradMode::is_enabled()) {
-    auto [x_grad, weight_grad] =
-        Operator<MatmulReduceScatterBackward>::dispatch({.grad = grad,
-                                                         .x = call.x,
-                                                         .weight = call.weight,
-                                                         .weight_wanted = weight_wanted,
-                                                         .comm = call.comm,
-                                                         .group_size = call.group_size,
-                                                         .scatter_dim = dim,
-                                                         .algorithm = call.algorithm,
-                                                         .regather = call.regather});
+    auto [x_grad, weight_grad] = matmul_reduce_scatter_backward({.grad = grad,
+                                                                 .x = call.x,
+                                                                 .weight = call.weight,
+                                                                 .weight_wanted = weight_wanted,
+                                                                 .comm = call.comm,
+                                                                 .group_size = call.group_size,
+                                                                 .scatter_dim = dim,
+                                                                 .algorithm = call.algorithm,
+                                                                 .regather = call.regather,
+                                                                 .main_grads = main_grads});
     pass.set(call.x, std::move(x_grad));
-    if (weight_wanted) pass.set(call.weight, std::move(weight_grad));
+    if (weight_wanted && !adds) pass.set(call.weight, std::move(weight_grad));
     if (call.regather) {
       torch::autograd::Engine::get_default_engine().queue_callback(
           [comm = find_comm(kMatmulReduceScatter, call.comm, call.group_size)] {
@@ -163,6 +192,7 @@ void MatmulReduceScatter::backward(Backward<MatmulReduceScatter>& pass) {
   } else {
     gathered = ops::all_gather(grad, dim, call.comm, call.group_size);
   }
+  if (adds) return add_products(main_grads, to_rows(gathered, dim), to_rows(call.x, dim));
   if (weight_wanted) {
     pass.set(call.weight, gathered.flatten(0, -2).t().mm(call.x.flatten(0, -2)));
   }
@@ -182,8 +212,8 @@ TORCH_OVERLAP_OPERATOR(MatmulReduceScatterBackward, matmul_reduce_scatter_backwa
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   m.def(
       "matmul_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, str comm, int group_size,"
-      " int scatter_dim=0, str op=\"sum\", str algorithm=\"auto\", Tensor? regather=None) -> "
-      "Tensor",
+      " int scatter_dim=0, str op=\"sum\", str algorithm=\"auto\", Tensor? regather=None,"
+      " Tensor[]? main_grads=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "_matmul_reduce_scatter_backward(Tensor grad, Tensor x, Tensor weight, bool weight_wanted,"

@@ -47,6 +47,10 @@ template <>
 struct ParameterType<OptionalTensors> {
   using type = const OptionalTensors&;
 };
+template <>
+struct ParameterType<MainGrads> {
+  using type = const MainGrads&;
+};
 template <typename T>
 using Parameter = typename ParameterType<T>::type;
 

@@ -25,6 +25,8 @@ class Backward;  // autograd.h
 
 using at::Tensor;
 using OptionalTensors = c10::List<std::optional<Tensor>>;
+// Buffers of a call to which its backward pass adds gradients; see ops/main_grads.h.
+using MainGrads = std::optional<c10::List<Tensor>>;
 
 TORCH_OVERLAP_API Tensor all_reduce(const Tensor& x, std::string_view op, std::string_view comm,
                                     int64_t group_size, std::string_view grad = "R",
@@ -62,11 +64,12 @@ struct AllGatherMatmul {
   int64_t gather_dim = 0;
   bool return_gathered = false;
   std::string_view algorithm = "auto";
+  MainGrads main_grads{};
 
   template <typename Self>
   static auto fields(Self& self) {
     return std::tie(self.x, self.weights, self.biases, self.comm, self.group_size, self.gather_dim,
-                    self.return_gathered, self.algorithm);
+                    self.return_gathered, self.algorithm, self.main_grads);
   }
   template <typename Self>
   static auto saved(Self& self) {
@@ -91,11 +94,12 @@ struct MatmulReduceScatter {
   std::string_view algorithm = "auto";
   // The backward pass starts the gather of this tensor along scatter_dim; see ops/regather.h.
   std::optional<Tensor> regather{};
+  MainGrads main_grads{};
 
   template <typename Self>
   static auto fields(Self& self) {
     return std::tie(self.x, self.weight, self.bias, self.comm, self.group_size, self.scatter_dim,
-                    self.op, self.algorithm, self.regather);
+                    self.op, self.algorithm, self.regather, self.main_grads);
   }
   template <typename Self>
   static auto saved(Self& self) {

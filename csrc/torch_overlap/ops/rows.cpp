@@ -16,6 +16,7 @@ namespace {
 
 bool uses_gemm_layer(const GemmArgs& args) {
   return args.rhs.scaling != ScalingMode::NO_SCALING ||
+         args.out.scalar_type() != args.rhs.data.scalar_type() ||
          (args.out.is_cuda() && at::isFloatingType(args.out.scalar_type()));
 }
 

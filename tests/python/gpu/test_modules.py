@@ -45,6 +45,9 @@ class Problem:
         }
         tnn.load_full_state_dict(self.module, {name: value.bfloat16() for name, value in state.items()})
         tnn.load_full_state_dict(self.whole, {name: value.bfloat16().double() for name, value in state.items()})
+        for parameter in self.module.parameters():
+            if options.get("gradient_accumulation_fusion") and parameter.dim() == 2:
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         self.x = torch.zeros(SEQUENCE // comm.get_size(), BATCH, FEATURES, dtype=torch.bfloat16, device="cuda")
         self.factor = torch.zeros_like(self.x)
         self.x.requires_grad_()
@@ -64,9 +67,13 @@ class Problem:
     def step(self):
         self.module.zero_grad(set_to_none=True)
         self.x.grad = None
+        for parameter in self.module.parameters():
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
         y = self.module(self.x)
         (y * self.factor).sum().backward()
-        return {"y": y.detach(), "x": self.x.grad, **{name: p.grad for name, p in self.module.named_parameters()}}
+        grads = {name: getattr(p, "main_grad", p.grad) for name, p in self.module.named_parameters()}
+        return {"y": y.detach(), "x": self.x.grad, **grads}
 
     def expected(self):
         self.whole.zero_grad(set_to_none=True)
@@ -122,6 +129,12 @@ def test_eager_and_captured(comm, alone, seed, kind, algorithm):
 @pytest.mark.parametrize("kind", list(MODULES))
 def test_gathered_rows_are_kept(comm, alone, seed, kind, algorithm):
     eager_and_captured(Problem(comm, alone, kind, algorithm, seed, keep_gathered=True))
+
+
+@pytest.mark.parametrize("algorithm", ["sequential", "p2p", "bulk", "fused", "auto"])
+@pytest.mark.parametrize("kind", list(MODULES))
+def test_products_add_to_main_grad(comm, alone, seed, kind, algorithm):
+    eager_and_captured(Problem(comm, alone, kind, algorithm, seed, gradient_accumulation_fusion=True))
 
 
 # --- 8-bit floats -----------------------------------------------------------------------------------------------------

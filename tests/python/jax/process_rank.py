@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import jax
@@ -9,7 +10,8 @@ import jax
 
 def main(coordinator: str, size: int, rank: int, seed: int, checks: list[str]) -> None:
     jax.config.update("jax_enable_x64", True)
-    jax.distributed.initialize(coordinator, size, rank)
+    on_gpus = os.environ["JAX_PLATFORMS"] == "cuda"
+    jax.distributed.initialize(coordinator, size, rank, local_device_ids=[rank] if on_gpus else None)
     import jax_checks
     import numpy as np
     from jax.sharding import Mesh

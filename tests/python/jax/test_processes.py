@@ -1,4 +1,4 @@
-"""One process per device, as jax.distributed starts them: the backend gloo."""
+"""One process per device, as jax.distributed starts them: the backends gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax_checks
 import pytest
+
+from torch_overlap.testing import gpu_ranks
 
 FOLDER = Path(__file__).parent
 
@@ -27,8 +29,20 @@ CHECKS_OF_TWO = [name for name in jax_checks.CHECKS if name not in MODES]
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "checks"), [(2, CHECKS_OF_TWO), (2, MODES), (3, MODES)])
 def test_checks(size, checks, seed):
+    run_processes(size, checks, seed, JAX_PLATFORMS="cpu")
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.slow
+def test_checks_on_gpus(seed):
+    if gpu_ranks() < 2:
+        pytest.skip("needs 2 GPUs")
+    run_processes(2, list(jax_checks.CHECKS), seed, JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_PREALLOCATE="false")
+
+
+def run_processes(size, checks, seed, **environment):
     coordinator = f"127.0.0.1:{free_port()}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(FOLDER.parents[2]), env.get("PYTHONPATH", "")])
     env.pop("XLA_FLAGS", None)
     ranks = [

@@ -133,7 +133,7 @@ class _SharedColumn(ColumnParallelLinear):
     shared: _Gather
     index: int
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, joined: bool = False) -> Tensor:
         return self.shared.output(self.index, x)
 
     def _get_name(self) -> str:

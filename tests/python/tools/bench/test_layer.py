@@ -88,9 +88,12 @@ def test_kernels_are_counted_by_category() -> None:
 def test_async_tp_takes_turns_unless_it_is_wrong(tmp_path: Path, factor: int) -> None:
     program = tmp_path / "layer.py"
     program.write_text(WITH_FUSED.format(factor=factor, layer=str(LAYER)))
-    found, told = run(program, tmp_path, "--models", "llama3-8b", "--algorithms", "p2p")
+    changed = ["p2p+kept+silu", "p2p+main_grad"]
+    found, told = run(program, tmp_path, "--models", "llama3-8b", "--accumulate", "--algorithms",
+                      ",".join(["p2p", *changed]))  # fmt: skip
     by_algorithm = {row["algorithm"]: row for row in found["rows"]}
-    assert set(by_algorithm) == {"p2p", "no communication"}
+    assert set(by_algorithm) == {"p2p", *changed, "no communication"}
+    assert all(row["accumulates"] for row in found["rows"])
     row = by_algorithm["p2p"]
     names = ("torch fused", "torch fused joined")
     if factor == 1:
