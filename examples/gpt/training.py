@@ -66,12 +66,12 @@ class Trainer:
         self.device, self.mesh_axes = comm.get_device(), dict(mesh or {})
         cuda = self.device.type == "cuda"
         self.make(dtype, algorithm, fp8, keep_gathered)
-        parameters = list(self.model.parameters())
+        trained = self.trained()
         self.learning_rate = torch.zeros((), device=self.device)
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
-                {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+                {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+                {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
             ],
             lr=self.learning_rate, betas=(0.9, 0.95), fused=True, capturable=cuda,
         )  # fmt: skip
@@ -89,6 +89,10 @@ class Trainer:
                          fp8=fp8, keep_gathered=keep_gathered)  # fmt: skip
         self.gradients = Gradients(self.model, self.device)
         self.loss = self.gradients.loss
+
+    def trained(self) -> list[Tensor]:
+        """Returns what the optimizer updates."""
+        return list(self.model.parameters())
 
     def place(self) -> tuple[slice, slice]:
         """Returns the rows and columns [S, B] of this rank's tokens."""
