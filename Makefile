@@ -20,12 +20,13 @@ CURRENT := build/current
 CMAKE = $(shell sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' $(CURRENT)/CMakeCache.txt)
 
 .PHONY: help build demo test test-python test-cpp test-docs test-frameworks test-jax check compat conformance gpu-test bench results sanitize \
-        sanitize-quick sanitize-gpu site stress format lint lint-tidy wheel check-wheel clean check-python
+        sanitize-quick sanitize-gpu site stress format lint lint-tidy wheel wheels \
+        sdist check-wheel clean check-python
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
-	@echo 'also: build wheel check-wheel format lint lint-tidy compat conformance gpu-test bench results sanitize sanitize-gpu site stress test-docs clean (see CONTRIBUTING.md)'
+	@echo 'also: build wheel wheels sdist check-wheel format lint lint-tidy compat conformance gpu-test bench results sanitize sanitize-gpu site stress test-docs clean (see CONTRIBUTING.md)'
 
 # ---- the environment
 
@@ -50,9 +51,12 @@ endef
 	@touch $@
 
 # nvcc from PyPI where CUDA is wanted and no toolkit is installed; then the package, in place.
-.venv/.installed$(FORCE_CUDA): .venv/.packages setup.py
+define take_nvcc
 	packages=$$($(PY) -I cmake/torch_facts.py --nvcc-packages) && \
 	  { [ -z "$$packages" ] || $(PY) -m pip install -q "$$packages"; }
+endef
+.venv/.installed$(FORCE_CUDA): .venv/.packages setup.py
+	$(take_nvcc)
 	$(PY) -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
@@ -66,6 +70,10 @@ endef
 
 .venv/.docs: pyproject.toml | .venv/.packages
 	.venv/bin/python -m pip install -q $$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	@touch $@
+
+.venv/.wheels: pyproject.toml | .venv/.packages
+	.venv/bin/python -m pip install -q $$(sed -n 's/^wheels = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	@touch $@
 
 # jax for CPUs, or that of PYTHON. Python 3.12 or newer.
@@ -228,12 +236,32 @@ lint: $(LINT) check
 lint-tidy: build $(LINT)
 	$(PY) scripts/tidy.py $(CURRENT) $(FILES)
 
+# ---- packages
+
+# One for the Python of the environment, as it is built.
 wheel: $(ENV)
 	$(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist .
 
-# A wheel of what is built, in an environment of its own.
-check-wheel: build
-	PYTHONPATH= $(PY) scripts/check_wheel.py
+# The wheels of a release, one for each of PYTHONS, with the CUDA parts (FORCE_CUDA=0: without), in dist/torch<version>.
+# jax, for whose headers one library is built, needs an environment of Python 3.12 or newer.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+wheels: export FORCE_CUDA := $(or $(FORCE_CUDA),1)
+wheels: $(if $(PYTHON),check-python,.venv/.wheels .venv/.jax)
+	$(if $(PYTHON),,$(take_nvcc))
+	PYTHONPATH= $(PY) scripts/make_wheels.py $(PYTHONS)
+
+# The source distribution. CMake configures it, which names a file that it lacks.
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+sdist: build
+	$(PY) setup.py -q sdist
+	rm -rf build/sdist && mkdir -p build/sdist && tar xzf dist/torch_overlap-$(VERSION).tar.gz -C build/sdist --strip-components 1
+	@$(CMAKE) -S build/sdist -B build/sdist/build -G Ninja -DCMAKE_MAKE_PROGRAM='$(NINJA)' -DPython3_EXECUTABLE='$(shell command -v $(PY))' \
+	  -DTORCH_OVERLAP_CUDA=OFF >build/sdist.log || { cat build/sdist.log; exit 1; }
+	@echo 'sdist: dist/torch_overlap-$(VERSION).tar.gz configures'
+
+# A wheel of what is built, or WHEEL, which is for this Python, in an environment of its own.
+check-wheel: $(if $(WHEEL),,build)
+	PYTHONPATH= $(PY) scripts/check_wheel.py $(WHEEL)
 
 clean:
 	rm -rf build dist *.egg-info torch_overlap/*.so torch_overlap/_build_info.py .venv/.installed*

@@ -3,8 +3,9 @@
 There are libtorch_overlap.so, _C and, where jax is installed, libtorch_overlap_jax.so.
 
 The torch of the environment is the one built for, also inside pip's isolated build. Honours FORCE_CUDA (1, 0; default:
-is a GPU visible), MAX_JOBS, CMAKE_ARGS, CMAKE_BUILD_TYPE and TORCH_OVERLAP_BUILD_DIR (default build/cp<version>-cpu or
--cuda, kept, so that the next build compiles only what changed; build/current points to the last one made in place).
+is a GPU visible), MAX_JOBS, CMAKE_ARGS, CMAKE_BUILD_TYPE, TORCH_OVERLAP_BUILD_DIR (default build/cp<version>-cpu or
+-cuda, kept, so that the next build compiles only what changed; build/current points to the last one made in place) and
+TORCH_OVERLAP_TORCH_PYTHON (the Python whose torch and jax are built for; default: this one).
 """
 
 import functools
@@ -19,21 +20,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+TORCH_PYTHON = os.environ.get("TORCH_OVERLAP_TORCH_PYTHON", sys.executable)
+
+if int(setuptools.__version__.partition(".")[0]) < 77:
+    sys.exit(
+        f"torch_overlap: expected setuptools >= 77, which reads licence expressions, got {setuptools.__version__}; "
+        "pip install 'setuptools>=77,<82'"
+    )
 
 
 @functools.cache
 def torch_facts() -> dict:
     """The torch of this environment. -I: pip's isolated build hides it through PYTHONPATH."""
-    command = [sys.executable, "-I", str(ROOT / "cmake" / "torch_facts.py")]
+    command = [TORCH_PYTHON, "-I", str(ROOT / "cmake" / "torch_facts.py")]
     probe = subprocess.run(command, capture_output=True, text=True)
     if probe.returncode != 0:
         sys.exit(
-            f"torch_overlap: expected torch >= 2.11 in {sys.executable}, got:\n{probe.stderr}\n"
+            f"torch_overlap: expected torch >= 2.11 in {TORCH_PYTHON}, got:\n{probe.stderr}\n"
             "install it first (pip install torch==2.11.0), then: pip install --no-build-isolation ."
         )
     return json.loads(probe.stdout)
@@ -70,8 +79,10 @@ class CMakeBuild(build_ext):
 
         self.command(
             cmake, "-S", ROOT, "-B", build_dir, "-G", "Ninja",
+            "-U", "_Python3_*",  # the headers of the Python that this folder was configured for before
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja', 'BIN_DIR', (1, 10))}",
             f"-DPython3_EXECUTABLE={sys.executable}",
+            f"-DTORCH_OVERLAP_TORCH_PYTHON={TORCH_PYTHON}",
             f"-DTORCH_OVERLAP_CUDA={'ON' if cuda else 'OFF'}",
             f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),

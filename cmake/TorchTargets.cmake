@@ -1,4 +1,4 @@
-# Imported targets made from the torch wheel of the Python in use: torch::c10, torch::cpu, torch::python, and with
+# Imported targets made from the torch wheel of the Python in use, or of TORCH_OVERLAP_TORCH_PYTHON: torch::c10, torch::cpu, torch::python, and with
 # TORCH_OVERLAP_CUDA torch::c10_cuda, torch::cuda, cuda::cudart, cuda::cublasLt, nccl::nccl (the wheel's own libnccl:
 # a process must hold one). find_package(Torch) is not used: it stops where there is no toolkit, or no GPU.
 # Sets TORCH_FACT_<name> for each line of torch_facts.py, and TORCH_OVERLAP_CUDA's default.
@@ -9,11 +9,18 @@ if(NOT Python3_Development.Module_FOUND)
                       "(Debian, Ubuntu: apt-get install python3-dev)")
 endif()
 
+# The headers of torch and of jax are the same for every Python: wheels for several Pythons need one environment with both.
+set(TORCH_OVERLAP_TORCH_PYTHON "" CACHE FILEPATH "The Python whose torch and jax are built for; default: Python3_EXECUTABLE")
+set(torch_python "${TORCH_OVERLAP_TORCH_PYTHON}")
+if(NOT torch_python)
+  set(torch_python "${Python3_EXECUTABLE}")
+endif()
+
 # -I: pip's isolated build hides the environment through PYTHONPATH.
-execute_process(COMMAND "${Python3_EXECUTABLE}" -I "${CMAKE_CURRENT_LIST_DIR}/torch_facts.py"
+execute_process(COMMAND "${torch_python}" -I "${CMAKE_CURRENT_LIST_DIR}/torch_facts.py"
                 OUTPUT_VARIABLE facts ERROR_VARIABLE facts_error RESULT_VARIABLE facts_result)
 if(NOT facts_result EQUAL 0)
-  message(FATAL_ERROR "torch_overlap: expected torch >= 2.11 in ${Python3_EXECUTABLE}, got:\n${facts_error}"
+  message(FATAL_ERROR "torch_overlap: expected torch >= 2.11 in ${torch_python}, got:\n${facts_error}"
                       "install it first (pip install torch==2.11.0), and build with --no-build-isolation")
 endif()
 foreach(fact version version_base dir cxx11_abi cuda gpu cuda_wheel_dir cuda_wheel_nvcc nccl_dir nccl)
