@@ -1,7 +1,8 @@
-"""scripts/make_wheels.py and scripts/check_wheel.py: Pythons and wheels that they refuse."""
+"""Pythons and wheels that scripts/make_wheels.py and scripts/check_wheel.py refuse, and the source distribution."""
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -86,3 +87,11 @@ def test_every_python_without_a_wheel_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'bare'} (no Python.h" in made.stderr
     assert f"{tmp_path / 'none'} (No such file or directory)" in made.stderr
     assert f"{sys.executable} (" not in made.stderr
+
+
+def test_the_source_distribution_has_every_folder_that_cmake_adds() -> None:
+    added = re.findall(r"add_subdirectory\((\S+?)[ )]", (ROOT / "CMakeLists.txt").read_text())
+    grafted = re.findall(r"^graft (\S+)", (ROOT / "MANIFEST.in").read_text(), re.M)
+    assert added
+    missing = [folder for folder in added if not any(f"{folder}/".startswith(f"{graft}/") for graft in grafted)]
+    assert missing == []
