@@ -18,6 +18,8 @@ from launcher import Launcher
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Inductor's compiler workers are processes that import torch, for each rank; its kernels here are few.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# "auto" selects the same in tests whatever this machine's user has measured.
+os.environ.setdefault("TORCH_OVERLAP_TUNE_CACHE", "")
 # Tests of timeouts make dumps; those of a run are in a folder of their own.
 os.environ.setdefault("TORCHCOMM_FR_DUMP_TEMP_FILE", tempfile.mkdtemp(prefix="torch_overlap_traces_") + "/rank_")
 

@@ -5,25 +5,48 @@ from __future__ import annotations
 import argparse
 
 from torch_overlap import __version__
-from torch_overlap.tools import info, plan, tune
+from torch_overlap.tools import info, plan, tune_command
 from torch_overlap.tools.bench import cli as bench
 
 __all__ = ["main", "make_parser"]
 
+_DESCRIPTION = "Describes, measures and predicts overlapped communication on this machine."
+_EPILOG = """\
+Examples:
+  python -m torch_overlap info                                  what is installed, and how the GPUs are connected
+  python -m torch_overlap bench ag_gemm gemm_rs --tp 2          our operators beside NCCL and torch on two GPUs
+  python -m torch_overlap plan --model llama3-8b --ranks 64     the fastest meshes of 64 ranks, as predicted
+  torchrun --nproc-per-node 4 -m torch_overlap tune --shapes 8192x28672x4096
+                                                                measures what algorithm="auto" selects here
+
+`python -m torch_overlap COMMAND --help` explains the options and the output of a command. The exit status is 0 if
+the command did what was asked, 2 if an argument is invalid, and 1 if bench misses a goal or measures nothing.
+"""
+# Name and one sentence of each command, and the function that adds its options.
+_COMMANDS = {
+    "info": ("Prints versions, build options, backends, GPUs and their links.", info.add_arguments),
+    "bench": ("Measures operators and collectives beside those of NCCL and torch.", bench.add_arguments),
+    "plan": ("Predicts the step time, memory and traffic of a transformer on any mesh.", plan.add_arguments),
+    "tune": (
+        'Measures which algorithm is the fastest for given shapes, for "auto" to select.',
+        tune_command.add_arguments,
+    ),
+}
+
 
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Returns the parser of the command line, and those of its commands by name."""
-    parser = argparse.ArgumentParser(prog="python -m torch_overlap", description="torch_overlap on this machine")
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    describing = commands.add_parser("info", help="versions, build options, backends, GPUs and their links")
-    benching = commands.add_parser("bench", help="operators and collectives beside what else there is")
-    bench.add_arguments(benching)
-    planning = commands.add_parser("plan", help="predict the step time and traffic of a transformer on any mesh")
-    plan.add_arguments(planning)
-    tuning = commands.add_parser("tune", help="measure which algorithm of the fused operators is the quickest here")
-    tune.add_arguments(tuning)
-    return parser, {"info": describing, "bench": benching, "plan": planning, "tune": tuning}
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_overlap", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout
+    )
+    parser.add_argument("--version", action="version", version=__version__, help="Prints the version and exits.")
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    commands = {}
+    for name, (summary, add_arguments) in _COMMANDS.items():
+        commands[name] = subparsers.add_parser(name, help=summary, description=summary, formatter_class=layout)
+        add_arguments(commands[name])
+    return parser, commands
 
 
 def main() -> None:
@@ -35,7 +58,7 @@ def main() -> None:
     if args.command == "bench":
         # Argparse fills a positional list from one place only: this adds the words that follow an option.
         args.what += behind
-    runs = {"bench": bench.run, "plan": plan.run, "tune": tune.run}
+    runs = {"bench": bench.run, "plan": plan.run, "tune": tune_command.run}
     if args.command in runs:
         try:
             status = runs[args.command](args)

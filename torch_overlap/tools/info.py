@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
 from torch_overlap import _C
 from torch_overlap._load import LIBRARY
 
-__all__ = ["report"]
+__all__ = ["add_arguments", "report"]
+
+_EPILOG = """\
+Example:
+  python -m torch_overlap info > report.txt      the file to attach to a report of a fault
+
+Output, one "name: value" a line:
+  torch_overlap           version and folder of the package, the torch, CUDA, NCCL and GPU architectures that it was
+                          built for, and the backends of new_comm that this build has
+  torch                   the torch, CUDA, NCCL and Python of this process
+  machine                 system and cores; name, memory and architecture of each visible GPU
+  communicator defaults   what a communicator takes from the environment here: timeout, the reaction to an error,
+                          rank and size with the launcher that set them, address of the store; and the file with
+                          measured algorithms, if there is one
+  links                   with two or more GPUs, how they are connected: the table of `nvidia-smi topo -m`, or which
+                          peers a GPU reaches
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the texts of the command, which has no options."""
+    parser.epilog = _EPILOG
 
 
 def report() -> str:
@@ -86,6 +109,9 @@ def _defaults() -> Iterable[tuple[str, object]]:
     else:
         yield "rank and size", f"{launcher['rank']} of {launcher['size']} (from {launcher['family']})"
     yield "store", f"{env.master_addr() or '(MASTER_ADDR not set)'}:{env.master_port()}"
+    cache = env.tune_cache()
+    is_there = cache is not None and Path(cache).exists()
+    yield "measured algorithms", cache if is_there else f"none ({cache or 'no file is named'})"
 
 
 def _links() -> list[str]:

@@ -26,24 +26,80 @@ _PARTS = {
 }
 
 
+# A prediction beyond this fraction of the device's memory is marked: it leaves some memory out.
+_TIGHT = 0.95
+
+_EPILOG = """\
+Examples:
+  plan --model llama3-8b --ranks 64                               every dp, tp and pp of 64 ranks, fastest first
+  plan --model llama3-70b --mesh dp=8,tp=4 --batch 64             one mesh, with the collectives of a layer
+  plan --model llama3-8b --ranks 64 --hidden 5120 --heads 40      shapes of your own, other sizes as in the model
+  plan --model llama3-70b --ranks 2048 --batch 2048 --scaling --plot plan.png
+
+Columns of the table, for one step of the slowest rank:
+  mesh         sizes of the axes: pp pipeline stages, dp replicas, tp ranks of tensor parallelism
+  step ms      the step: the sum of the next five columns
+  compute      products, attention and elementwise kernels, forward and backward
+  moving       collectives and sends of activations that no product hides
+  grads        reduction of gradients that the backward pass does not hide
+  bubble       idle time of the pipeline
+  optim.       the optimizer (AdamW in float32)
+  Mtok/s       millions of tokens a second over all ranks
+  TF/rank      model TFLOP/s of a rank: 6 per parameter and token, and attention
+  GB           memory of a rank: 18 bytes a parameter (weight, gradient, both moments, 16-bit copy) and 34 bytes per
+               token and hidden unit of each layer that waits for its backward pass. Logits, buffers of
+               collectives and fragmentation are not counted. "!" marks a mesh within 5 % of --memory, or beyond it
+  sent a rank  bytes that a rank sends, by axis
+Below the table are the collectives of one layer of the first mesh, forward: operator, collective and axis, bytes
+on the wire, time without overlap. --scaling adds the best mesh of each power of two.
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
+    parser.epilog = _EPILOG
     add = parser.add_argument
-    add("--model", choices=sorted(PRESETS), default="llama3-8b", help="shapes (default: %(default)s)")
+    add("--model", choices=sorted(PRESETS), default="llama3-8b", help="The model's shapes. Default: %(default)s.")
     for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "sequence"):
-        add(f"--{name.replace('_', '-')}", type=int, help="instead of the model's own")
-    add("--ranks", type=int, help="compare every dp, tp and pp of this number of ranks")
-    add("--mesh", help="only this one: dp=8,tp=4 (axes dp, tp, pp)")
-    add("--ranks-per-host", type=int, default=8, help="joined by NVLink; hosts by a network (default: %(default)s)")
-    add("--batch", type=int, help="sequences of a step over all ranks (default: one a rank)")
-    add("--micro-batches", type=int, help="with --mesh: how often a replica runs before it updates")
-    add("--no-overlap", action="store_true", help="with --mesh: no product hides a collective")
-    add("--cost", type=Path, help="a cost model as JSON (default: H200, measured; its network is assumed)")
-    add("--memory", type=float, default=141, help="GB of a rank; meshes that need more are left out (default: 141)")
-    add("--top", type=int, default=10, help="how many meshes to show (default: %(default)s)")
-    add("--scaling", action="store_true", help="also the best mesh of 1, 2, 4 ... ranks with the same work a rank")
-    add("--plot", type=Path, help="a PNG file of what is shown")
-    add("--json", type=Path, help="the numbers as a file")
+        add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="Replaces this size of the model.")
+    add("--ranks", type=int, metavar="N", help="Compares every dp, tp and pp of this number of ranks.")
+    add("--mesh", metavar="AXES", help="Predicts this mesh alone, such as dp=8,tp=4. The axes are dp, tp and pp.")
+    add(
+        "--ranks-per-host",
+        type=int,
+        default=8,
+        metavar="N",
+        help="Ranks of a host, which NVLink connects; hosts are connected by a network. Default: %(default)s.",
+    )
+    add("--batch", type=int, metavar="N", help="Sequences of a step over all ranks. Default: one for each rank.")
+    add(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="With --mesh: how many parts of its batch a replica runs one after the other before it updates.",
+    )
+    add("--no-overlap", action="store_true", help="With --mesh: lets no product hide a collective.")
+    add(
+        "--cost",
+        type=Path,
+        metavar="FILE",
+        help="A cost model as JSON. Default: H200, measured, with an assumed network.",
+    )
+    add(
+        "--memory",
+        type=float,
+        default=141,
+        metavar="GB",
+        help="Memory of a device in GB. With --ranks, meshes that need more are left out. Default: %(default)s.",
+    )
+    add("--top", type=int, default=10, metavar="N", help="Number of meshes to show. Default: %(default)s.")
+    add(
+        "--scaling",
+        action="store_true",
+        help="Adds the best mesh of 1, 2, 4 ... ranks with the same number of sequences a rank.",
+    )
+    add("--plot", type=Path, metavar="FILE", help="Writes a PNG file of what is shown. Needs matplotlib.")
+    add("--json", type=Path, metavar="FILE", help="Writes all predictions to this file. Times are in seconds.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,12 +127,15 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.memory} GB, got none; change --ranks, --batch or --memory"
             )
     scaling = _scaling(model, found[0], args, cost) if args.scaling else []
-    print(report(model, found[: args.top], cost))
+    print(report(model, found[: args.top], cost, args.memory * 1e9))
     if scaling:
         print(_scaling_table(scaling))
     if args.json:
-        args.json.write_text(json.dumps({"model": model.name, "cost": cost.name, "rows": [row(p) for p in found],
-                                         "scaling": [row(p) for p in scaling]}, indent=1) + "\n")  # fmt: skip
+        content = {
+            "model": model.name, "cost": cost.name, "device_memory": args.memory * 1e9,
+            "rows": [row(p) for p in found], "scaling": [row(p) for p in scaling],
+        }  # fmt: skip
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
     if args.plot:
         print(draw(model, found[: args.top], scaling, args.plot))
     return 0
@@ -91,8 +150,9 @@ def row(p: Prediction) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def report(model: Transformer, found: Sequence[Prediction], cost: CostModel) -> str:
-    """Returns the table, and the traffic of one layer of the first mesh."""
+def report(model: Transformer, found: Sequence[Prediction], cost: CostModel, memory: float) -> str:
+    """Returns the table, a note on meshes whose memory is tight, and the traffic of one layer of the first mesh.
+    `memory`: bytes of a device."""
     first = found[0]
     lines = [
         f"{model.name}: {model.parameters / 1e9:.2f} G parameters, {model.layers} layers of {model.hidden}, "
@@ -107,14 +167,35 @@ def report(model: Transformer, found: Sequence[Prediction], cost: CostModel) -> 
         lines.append(
             f"{shape:24}{p.seconds * 1e3:9.1f}{p.compute * 1e3:9.1f}{p.moving * 1e3:8.1f}{p.gradients * 1e3:8.1f}"
             f"{p.bubble * 1e3:8.1f}{p.optimizer * 1e3:8.1f}{p.tokens_per_second / 1e6:8.3f}"
-            f"{p.flops_per_second / 1e12:9.0f}{p.memory / 1e9:6.0f}  {sent or 'nothing'}"
+            f"{p.flops_per_second / 1e12:9.0f}{p.memory / 1e9:6.0f}{'!' if p.memory > _TIGHT * memory else ' '} "
+            f"{sent or 'nothing'}"
         )
+    lines += _memory_notes(found, memory)
     if first.collectives:
         lines += ["", "one layer of the first, forward:"]
         lines += [
             f"  {op:12} {what:32} {size / 1e6:8.1f} MB {t * 1e6:8.1f} us" for op, what, size, t in first.collectives
         ]
     return "\n".join(lines)
+
+
+def _memory_notes(found: Sequence[Prediction], memory: float) -> list[str]:
+    """Returns a sentence on the marked meshes, or nothing if none is marked."""
+    beyond = sum(p.memory > memory for p in found)
+    tight = sum(_TIGHT * memory < p.memory <= memory for p in found)
+    lines = []
+    if tight:
+        lines.append(
+            f"! {_meshes(tight)} within 5 % of the device's {memory / 1e9:g} GB (--memory). Logits, buffers of "
+            "collectives and fragmentation are not counted, and may not fit."
+        )
+    if beyond:
+        lines.append(f"! {_meshes(beyond)} beyond the device's {memory / 1e9:g} GB (--memory).")
+    return ["", *lines] if lines else []
+
+
+def _meshes(count: int) -> str:
+    return "1 mesh is" if count == 1 else f"{count} meshes are"
 
 
 def _scaling(model: Transformer, first: Prediction, args: argparse.Namespace, cost: CostModel) -> list[Prediction]:

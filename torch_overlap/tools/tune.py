@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 -m torch_overlap tune --shapes 8192x28672x4096
 
-measures every algorithm that can run and writes the simplest of the fastest ones to the cache, the file of
-TORCH_OVERLAP_TUNE_CACHE. A program reads it when it makes its first communicator. "auto" queries the table, then the
+measures every algorithm that can run and writes the simplest of the fastest ones to the cache: the file of
+TORCH_OVERLAP_TUNE_CACHE, or torch_overlap/tune.json in the user's cache folder ($XDG_CACHE_HOME, ~/.cache). A program
+reads it when it makes its first communicator. "auto" queries the table, then the
 cache, then both for similar sizes, then a rule. All ranks of a communicator use the cache of rank 0, and keep it.
 Nothing is measured while a program runs.
 
@@ -15,10 +16,8 @@ outdated one is ignored.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import statistics
@@ -32,8 +31,7 @@ import torch
 from torch_overlap import _C, _tuning, objcol, ops
 from torch_overlap._C import InvalidValueError, TorchComm, UnsupportedError
 from torch_overlap._timing import Stopwatch, interleave, slowest_rank
-from torch_overlap._tuning import FORMAT, KERNELS, MODES, Entry, chosen, current, load, read, shipped
-from torch_overlap.comm import new_comm
+from torch_overlap._tuning import FORMAT, KERNELS, MODES, Entry, current, load, read, shipped
 from torch_overlap.tools.bench.ranks import LEAD_CYCLES
 
 __all__ = ["KERNELS", "OPERATORS", "current", "entries_of_results", "load", "measure", "read", "shipped", "write"]
@@ -180,19 +178,6 @@ def _exclusive_lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _check_cache(path: str) -> None:
-    """Raises ValueError if entries could not be added to the file, before anything is measured for it."""
-    try:
-        if Path(path).exists():
-            read(path)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=Path(path).parent).close()
-    except OSError as error:
-        raise ValueError(f"tune: expected a file that can be written in --cache, got {path}: {error}") from None
-
-
-# Appended to the line of a case.
-_SHIPPED_NOTE = "; the table that is shipped has it, and comes first"
 # Names of the operators in result files of `python -m torch_overlap bench`.
 _OP_OF_BENCH = {"ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce",
             "a2a_gemm": "all_to_all_matmul", "gemm_a2a": "matmul_all_to_all"}  # fmt: skip
@@ -312,71 +297,3 @@ def measure(
 def _device_name(comm: TorchComm) -> str:
     device = comm.get_device()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-# --- The command ------------------------------------------------------------------------------------------------------
-
-
-def _shape(text: str) -> Shape:
-    sizes = [int(size) for size in text.split("x")]
-    if len(sizes) != 3 or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"expected MxNxK, got {text!r}")
-    return sizes[0], sizes[1], sizes[2]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", type=_shape, nargs="+", default=[], metavar="MxNxK",
-                        help="[m, k] x [k, n] of whole layers: all ranks' tokens and features")  # fmt: skip
-    parser.add_argument("--results", nargs="+", default=[], metavar="FILE",
-                        help="take what result files of `bench` say instead of measuring")  # fmt: skip
-    parser.add_argument("--ops", nargs="+", choices=list(OPERATORS), metavar="OP",
-                        default=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"],
-                        help=f"of {', '.join(OPERATORS)}; default: the first three")  # fmt: skip
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=10, help="of which the median counts (10)")
-    parser.add_argument("--cache", help="the file to add to; default: TORCH_OVERLAP_TUNE_CACHE")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measures, prints and writes; returns the exit status.
-
-    Raises:
-        ValueError: there is nothing to measure, or no file to write.
-    """
-    cache = args.cache or _C._env.tune_cache()
-    if not cache:
-        raise ValueError("tune: expected a file in --cache or TORCH_OVERLAP_TUNE_CACHE, got none")
-    if bool(args.shapes) == bool(args.results):
-        got = "both" if args.shapes else "none"
-        raise ValueError(f"tune: expected --shapes to measure, or --results to read, got {got}")
-    _check_cache(cache)
-    if args.results:
-        write(cache, itertools.chain.from_iterable(map(entries_of_results, args.results)))
-        return 0
-    is_cuda = torch.cuda.is_available()
-    comm = new_comm("nccl" if is_cuda else "gloo", torch.device("cuda" if is_cuda else "cpu"), name="tune")
-    try:
-        _measure_all(comm, args, cache)
-    finally:
-        comm.finalize()
-    return 0
-
-
-def _measure_all(comm: TorchComm, args: argparse.Namespace, cache: str) -> None:
-    if comm.get_size() < 2:
-        raise ValueError("tune: expected two or more ranks, got one; start it with torchrun --nproc-per-node N")
-    entries: list[Entry] = []
-    in_table = chosen(shipped())
-    modes = MODES if comm.get_device().type == "cuda" else MODES[:1]
-    for op, shape, mode in itertools.product(args.ops, args.shapes, modes):
-        entries.append(measure(comm, op, shape, getattr(torch, args.dtype), mode=mode, rounds=args.rounds))
-        if comm.get_rank() == 0:
-            print(_line(entries[-1]) + (_SHIPPED_NOTE if _tuning.key(entries[-1]) in in_table else ""), flush=True)
-    if comm.get_rank() == 0:
-        write(cache, entries)
-
-
-def _line(entry: Entry) -> str:
-    times: Sequence[tuple[str, float]] = sorted(entry["us"].items(), key=lambda item: item[1])
-    shape = "x".join(map(str, entry["shape"]))
-    return f"{entry['op']} {shape} {entry['mode']}: " + ", ".join(f"{n} {us} us" for n, us in times)

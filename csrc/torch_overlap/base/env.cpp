@@ -224,6 +224,15 @@ bool Env::recorder_dynamic_file() { return flag("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_
 
 bool Env::log_chunks() { return flag("TORCH_OVERLAP_LOG_CHUNKS", false); }
 
-std::optional<std::string> Env::tune_cache() { return text("TORCH_OVERLAP_TUNE_CACHE"); }
+std::optional<std::string> Env::tune_cache() {
+  const char* const file = std::getenv("TORCH_OVERLAP_TUNE_CACHE");
+  if (file != nullptr) return *file == '\0' ? std::nullopt : std::optional<std::string>(file);
+  const std::string name = "torch_overlap/tune.json";
+  // The XDG specification ignores a relative path.
+  const auto cache = text("XDG_CACHE_HOME");
+  if (cache && cache->front() == '/') return concat(*cache, "/", name);
+  const auto home = text("HOME");
+  return home ? std::optional(concat(*home, "/.cache/", name)) : std::nullopt;
+}
 
 }  // namespace torch_overlap

@@ -103,7 +103,7 @@ class TORCH_OVERLAP_API Env {
   // TORCH_OVERLAP_LOG_CHUNKS: writes each product and each exchange to stderr as it is issued.
   // Default false. Read when a buffer or an operator's channel is created.
   static bool log_chunks();
-  // TORCH_OVERLAP_TUNE_CACHE: file with the measurements of this machine (torch_overlap/tune.py).
+  // TORCH_OVERLAP_TUNE_CACHE, else torch_overlap/tune.json of the user's cache folder; "": no file.
   static std::optional<std::string> tune_cache();
 };
 

@@ -47,7 +47,10 @@ constexpr const char* kVariables[] = {"TORCHCOMM_ABORT_ON_ERROR",
                                       "TORCHCOMM_GLOO_HOSTNAME",
                                       "TORCHCOMM_GLOO_INTERFACE",
                                       "TORCHCOMM_NCCL_BOOTSTRAP_UNIQUEID_EXCHANGE_METHOD",
-                                      "TORCHCOMMS_SERIALIZATION"};
+                                      "TORCHCOMMS_SERIALIZATION",
+                                      "TORCH_OVERLAP_TUNE_CACHE",
+                                      "XDG_CACHE_HOME",
+                                      "HOME"};
 
 class EnvTest : public testing::Test {
  protected:
@@ -127,6 +130,20 @@ TEST_F(EnvTest, DefaultsAreTheDocumentedOnes) {
   EXPECT_EQ(Env::master_port(), 29500);
   EXPECT_EQ(Env::restart_count(), "0");
   EXPECT_EQ(Env::serialization(), "torch_save");
+}
+
+TEST_F(EnvTest, MeasuredAlgorithmsAreInTheCacheFolderOfTheUser) {
+  EXPECT_EQ(Env::tune_cache(), std::nullopt);
+  setenv("HOME", "/home/me", 1);
+  EXPECT_EQ(Env::tune_cache(), "/home/me/.cache/torch_overlap/tune.json");
+  setenv("XDG_CACHE_HOME", "relative", 1);
+  EXPECT_EQ(Env::tune_cache(), "/home/me/.cache/torch_overlap/tune.json");
+  setenv("XDG_CACHE_HOME", "/cache", 1);
+  EXPECT_EQ(Env::tune_cache(), "/cache/torch_overlap/tune.json");
+  setenv("TORCH_OVERLAP_TUNE_CACHE", "mine.json", 1);
+  EXPECT_EQ(Env::tune_cache(), "mine.json");
+  setenv("TORCH_OVERLAP_TUNE_CACHE", "", 1);
+  EXPECT_EQ(Env::tune_cache(), std::nullopt);
 }
 
 TEST_F(EnvTest, TimeoutTakesFractionsAndRefusesNonsense) {

@@ -169,6 +169,27 @@ def test_the_plot_shows_the_parts_of_each_step_and_the_speeds(tmp_path: Path, mo
     pyplot.close("all")
 
 
+def test_the_command_marks_meshes_that_fill_the_memory(tmp_path: Path) -> None:
+    needed = predict(LLAMA, Mesh({"dp": 8, "tp": 8}), batch=64).memory / 1e9
+    for memory, is_marked, note in (
+        (needed / 0.94, False, ""),
+        (needed / 0.96, True, "! 1 mesh is within 5 % of the device's"),
+        (needed / 1.01, True, "! 1 mesh is beyond the device's"),
+    ):
+        numbers = tmp_path / "plan.json"
+        arguments = ("--mesh", "dp=8,tp=8", "--batch", "64", "--memory", str(memory), "--json", str(numbers))
+        done = run_here("plan", *arguments)
+        assert done.returncode == 0, done
+        (row,) = (line for line in done.stdout.splitlines() if line.startswith("dp=8,tp=8"))
+        assert ("!" in row) == is_marked, row
+        assert ("\n! " in done.stdout) == is_marked, done.stdout
+        assert note in done.stdout
+        assert json.loads(numbers.read_text())["device_memory"] == memory * 1e9
+    several = run_here("plan", "--ranks", "64", "--memory", str(needed / 0.96))
+    marked = sum("!" in line for line in several.stdout.splitlines() if line.startswith("pp="))
+    assert ("is within" if marked == 1 else f"{marked} meshes are within") in several.stdout
+
+
 def test_the_command_says_what_is_wrong() -> None:
     for arguments, message in (
         ((), "expected --mesh or --ranks"),

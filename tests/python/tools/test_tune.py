@@ -376,8 +376,30 @@ def test_entries_of_results(tmp_path):
     }
     done = run_here("tune", "--results", str(path), "--cache", str(cache))
     assert done.returncode == 0, done.stderr
+    assert done.stdout == f"wrote 6 entries to {cache}; programs read it with TORCH_OVERLAP_TUNE_CACHE={cache}\n"
     assert {(e["device"], e["library"].endswith("torch 9.9")) for e in tune.read(cache)} == {("some GPU", True)}
     assert len(tune.read(cache)) == 6
+
+
+@pytest.mark.parametrize("is_xdg", [True, False])
+def test_programs_read_by_default_what_the_command_writes_by_default(tmp_path, monkeypatch, is_xdg):
+    rows = [{"op": "gemm_rs", "shape": [64, 64, 64], "dtype": "bf16", "tp": 2, "mode": "eager", "algorithm": algorithm,
+             "us": us} for algorithm, us in (("sequential", 2.0), ("p2p", 1.0))]  # fmt: skip
+    results = tmp_path / "result.json"
+    results.write_text(json.dumps({"gpu": "cpu", "torch": torch.__version__, "kernels": tune.KERNELS, "rows": rows}))
+    folder = tmp_path / ("folder" if is_xdg else ".cache")
+    env = {"TORCH_OVERLAP_TUNE_CACHE": None, "XDG_CACHE_HOME": str(folder) if is_xdg else None, "HOME": str(tmp_path)}
+    for name, value in env.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    done = run_here("tune", "--results", str(results))
+    path = folder / "torch_overlap" / "tune.json"
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", f"wrote 1 entry to {path}\n")
+    assert [e["algorithm"] for e in tune.read(path)] == ["p2p"]
+    assert f"measured algorithms:   {path}" in run_here("info").stdout
+    tune.write(path, entries_for("p2p"))
+    run_ranks(auto_rank, 2, "p2p", "cache", env=env)
 
 
 def run_command(*args, env=None):
@@ -393,6 +415,7 @@ def test_the_command(tmp_path):
                        env={"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" us") >= 8
+    assert f"wrote 4 entries to {path}; programs read it with TORCH_OVERLAP_TUNE_CACHE={path}" in done.stdout
     assert len(tune.read(path)) == 4
     assert all(e["library"] == _tuning.library() and e["tp"] == 2 for e in tune.read(path))
 
@@ -411,10 +434,10 @@ def test_nothing_is_measured_for_a_cache_that_cannot_be_written(tmp_path, monkey
 
 
 def test_mistakes_of_the_command(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCH_OVERLAP_TUNE_CACHE", raising=False)
+    monkeypatch.setenv("TORCH_OVERLAP_TUNE_CACHE", "")
     for args, message in (
         (["--shapes", "64x64"], "expected MxNxK, got '64x64'"),
-        (["--shapes", "8x8x8"], "expected a file in --cache or TORCH_OVERLAP_TUNE_CACHE"),
+        (["--shapes", "8x8x8"], "expected a file in --cache, TORCH_OVERLAP_TUNE_CACHE or the folder of XDG_CACHE_HOME"),
         (["--cache", str(tmp_path / "c")], "expected --shapes to measure, or --results to read, got none"),
         (["--shapes", "8x8x8", "--ops", "all_reduce"], "invalid choice"),
     ):

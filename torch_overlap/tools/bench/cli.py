@@ -11,49 +11,87 @@ from pathlib import Path
 from torch_overlap._gpus import gpu_ranks
 from torch_overlap.tools.bench.cases import DTYPES, KNOWN_OPS, MODES, OPS, SETS, Case, cases_of, parse_shape
 
-EPILOG = """
-bench ag_gemm gemm_rs --set bf16 --tp 2       the shapes of a set, on two GPUs; "all" stands for every operation
-bench ag_gemm --shape 8192,10240,8192         M, N, K of the whole layer; or the name of one, such as 70b-qkv
-bench ag_gemm_classes bulk_rs                 over buffers of the overlap classes, beside the operators; not in "all"
-bench a2a_gemm gemm_a2a                       with an all-to-all, around attention whose heads are sharded; not in "all"
-bench all_reduce --shape 64K --mode graph     bytes of the whole tensor
-bench --check GOALS.json RESULT.json          what falls short of the goals; exits with 1 if anything does
-bench plot [RESULT.json ...]                  the pictures in --images and the tables of --document, in this order;
-                                              without files those that the document has
+_EPILOG = """\
+Examples:
+  bench ag_gemm gemm_rs --set bf16 --tp 2       the shapes of a set on two GPUs; "all" stands for every operation
+  bench ag_gemm --shape 8192,10240,8192         M, N, K of the whole layer, or the name of one such as 70b-qkv
+  bench ag_gemm_classes bulk_rs                 over buffers of the overlap classes, beside the operators; not in "all"
+  bench a2a_gemm gemm_a2a                       an all-to-all and attention whose heads are sharded; not in "all"
+  bench all_reduce --shape 64K --mode graph     bytes of the whole tensor
+  bench --check GOALS.json RESULT.json          compares a result with goals
+  bench plot [RESULT.json ...]                  writes the pictures into --images and the tables into --document, in
+                                                this order; without files those that the document has
+
+Operations:
+  ag_gemm, gemm_rs, gemm_ar     all-gather then product; product then reduce-scatter; product then all-reduce
+  gemm_ar_norm                  product, all-reduce, residual and RMSNorm
+  gemm                          one rank's product without communication
+  a2a_gemm, gemm_a2a            all-to-all then product; product then all-to-all
+  ag_gemm_classes, gemm_rs_classes, bulk_ag, bulk_rs
+                                the overlap classes; a product beside an independent all-gather or reduce-scatter
+  all_reduce, all_gather, reduce_scatter, all_to_all, broadcast
+                                collectives alone
+
+Output, one block for each operation, shape and mode:
+  gemm alone, COLLECTIVE alone  the rank's product, and the collective, without the other: TFLOP/s, and GB/s that a
+                                rank sends
+  floor                         the least time that the hardware allows (docs/howto/tuning.md)
+  ours NAME (CHOICE)            our operator by the algorithm NAME; for auto, CHOICE is the algorithm that it takes
+  peer NAME                     another library, which makes the same result
+  us +- us                      median over the rounds of the slowest rank's time of one call, and interquartile range
+  x gemm, x floor, x PEER       that time over the product alone, the floor and the fastest peer, within a round
+  GB/s                          bytes that a rank has to send, over that time
+  not run: NAME: REASON         a variant that cannot run here, or whose result was wrong; it is not timed
+  left out                      cases for which --budget had no time
+  NOISY                         the product alone spreads by more than 3 %, so ratios of this block are uncertain
+--check prints "kept" or "SHORT" for each comparison: the metric and its bound; then what was not measured.
+
+The exit status is 1 if no operator or collective of ours was measured, or if --check finds one that falls short.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
+    """Adds the options of the command."""
+    parser.epilog = _EPILOG
     add = parser.add_argument
-    add("what", nargs="*", help=f"{', '.join(KNOWN_OPS)}, all; or plot and result files")
-    add("--shape", action="append", default=[], help="M,N,K, a layer, or bytes; may be repeated")
-    add("--set", choices=SETS, help="of shapes (default: bf16; tiny on a CPU)")
-    add("--dtype", choices=DTYPES, help="default: the set's, else bf16")
-    add("--tp", type=int, help="ranks to start (default: all GPUs; 2 on a CPU)")
-    add("--mode", default=",".join(MODES), help="graph, eager or both (default: %(default)s)")
-    add("--algorithm", default="", help="of ours, separated by commas (default: all that can run)")
-    add("--rounds", type=int, default=30, help="samples of each variant (default: %(default)s)")
-    add("--budget", type=float, help="seconds; what does not fit is left out and named")
-    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one; a CPU checks, it measures nothing")
-    add("--json", type=Path, help="writes the result to this file")
-    add("--out", type=Path, help="writes the result into this folder, under the name of its kind")
-    add("--timeline", action="store_true", help="with the result, what ran when in one call of each product's variants")
-    add("--check", nargs="+", type=Path, metavar=("GOALS", "RESULT"), help="compares results with goals")
+    add("what", nargs="*", help=f"The operations: {', '.join(KNOWN_OPS)} or all. Or plot, and result files.")
+    add("--shape", action="append", default=[], help="A shape: M,N,K, the name of a layer, or bytes. May be repeated.")
+    add("--set", choices=SETS, help="The set of shapes. Default: bf16; tiny on a CPU.")
+    add("--dtype", choices=DTYPES, help="The dtype. Default: the set's, else bf16.")
+    add("--tp", type=int, help="Number of ranks to start. Default: all GPUs; 2 on a CPU.")
+    add("--mode", default=",".join(MODES), help="The modes: graph, eager or both. Default: %(default)s.")
+    add("--algorithm", default="", help="Our algorithms, separated by commas. Default: all that can run.")
+    add("--rounds", type=int, default=30, help="Samples of each variant. Default: %(default)s.")
+    add("--budget", type=float, help="Seconds of the whole run. Cases that do not fit are left out and named.")
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="Default: cuda if there is a GPU. On a CPU the run checks the variants; its times say nothing of a GPU.",
+    )
+    add("--json", type=Path, metavar="FILE", help="Writes the result to this file.")
+    add("--out", type=Path, metavar="FOLDER", help="Writes the result into this folder, named by operation and GPU.")
+    add(
+        "--timeline",
+        action="store_true",
+        help="Adds to the result what ran when in one call of each variant with a product.",
+    )
+    add("--check", nargs="+", type=Path, metavar=("GOALS", "RESULT"), help="Compares results with a file of goals.")
     add(
         "--images",
         type=Path,
+        metavar="FOLDER",
         default=Path("docs/images"),
-        help="of plot: the folder of the pictures (default: %(default)s)",
+        help="For plot: the folder of the pictures. Default: %(default)s.",
     )
     add(
         "--document",
         type=Path,
+        metavar="FILE",
         default=Path("docs/results.md"),
-        help="of plot: where the tables go (default: %(default)s)",
+        help="For plot: the page with the tables. Default: %(default)s.",
     )
     add("--began", type=float, help=argparse.SUPPRESS)
+    add("--status", type=Path, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -127,8 +165,13 @@ def _measure(args: argparse.Namespace) -> int:
         return ranks.launch([*sys.argv[2:], "--began", str(began)], count)
     one = len(args.what) == 1 and args.what != ["all"]
     name = args.what[0] if one else f"bench_{args.set or args.dtype or of_shapes}"
-    run_on_ranks(
+    is_measured = run_on_ranks(
         Options(name, cases, modes, algorithms, args.rounds, args.budget, device, args.json, args.out, args.timeline,
                 began)
     )  # fmt: skip
+    if args.status is None:
+        return 0 if is_measured else 1
+    # The command that started the ranks exits with it: a rank that fails makes torchrun report a fault.
+    if not is_measured and ranks.is_first():
+        args.status.write_text("1")
     return 0

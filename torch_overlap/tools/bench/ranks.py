@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,12 +37,21 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_first() -> bool:
+    """Returns True in rank 0 of torchrun's processes."""
+    return os.environ["RANK"] == "0"
+
+
 def launch(arguments: Sequence[str], count: int) -> int:
-    """Runs `python -m torch_overlap bench <arguments>` in `count` processes of this host, and returns the exit
-    status."""
+    """Runs `python -m torch_overlap bench <arguments>` in `count` processes of this host, and returns the exit status:
+    torchrun's, or else that which rank 0 leaves in the file of `--status`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
     environment = {**ENVIRONMENT, **os.environ}
-    return subprocess.run([*command, "-m", "torch_overlap", "bench", *arguments], env=environment).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        status = Path(folder) / "status"
+        command += ["-m", "torch_overlap", "bench", *arguments, "--status", str(status)]
+        returncode = subprocess.run(command, env=environment).returncode
+        return returncode or (int(status.read_text()) if status.exists() else 0)
 
 
 @dataclass

@@ -71,3 +71,10 @@ def _times(row: dict[str, Any], what: str, of: str, name: str) -> str:
 def left_out_text(left_out: Sequence[Visit], seconds: float) -> str:
     """Returns the text for visits that the budget left out."""
     return f"\nleft out, for want of time ({seconds:.0f} s): " + "; ".join(map(str, left_out))
+
+
+def nothing_measured_text(num_left_out: int, num_visits: int) -> str:
+    """Returns the text for a run without a row of ours."""
+    if num_left_out == num_visits:
+        return f"bench: measured nothing: all {num_visits} cases were left out; give a larger --budget"
+    return 'bench: measured nothing of ours: no variant could run; see "not run" above for the reasons'

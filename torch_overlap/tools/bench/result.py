@@ -28,7 +28,7 @@ GEMM_ROW = {"gemm_us": (int, float), "ratio_gemm": (int, float), "ratio_floor": 
 UNREAD = ("ratio_iqr", "ratio_peer_iqr", "best_peer", "gbps", "rounds", "gemm_iqr_us")
 _DIGITS = 6  # significant digits of a figure: samples differ in the third
 # Options for file locations and start times, which are not needed to repeat a run.
-_PATHS = ("--out", "--json", "--library", "--loops", "--cutlass", "--began")
+_PATHS = ("--out", "--json", "--library", "--loops", "--cutlass", "--began", "--status")
 
 
 def git_commit() -> str:

@@ -45,8 +45,9 @@ class Options:
     began: float = field(default_factory=time.time)
 
 
-def run(options: Options) -> None:
-    """Runs the visits. Collective; rank 0 prints and writes."""
+def run(options: Options) -> bool:
+    """Runs the visits. Collective; rank 0 prints and writes. Returns True if an operator or collective of ours was
+    measured."""
     ranks = Ranks.start(options.device)
     for case in options.cases:
         case.check(ranks.size)
@@ -61,6 +62,7 @@ def run(options: Options) -> None:
     record = Record(options, rates, ranks.size, visits) if ranks.rank == 0 else None
     pace = RoundBudget(options, ranks.size)
     left_out = []
+    num_rows = 0
     drawn: set[str] = set()
     for index, visit in enumerate(visits):
         rounds = ranks.broadcast_value(pace.rounds(visit, visits[index + 1 :]))
@@ -75,6 +77,7 @@ def run(options: Options) -> None:
         outcome = measure(visit, build_problem, ranks, rates, rounds, with_timeline)
         pace.record_duration(visit, rounds, time.time() - start)
         ranks.say(report.block(outcome))
+        num_rows += len(outcome.rows)
         if record is not None:
             record.add(outcome)
     if left_out and options.budget is not None:
@@ -83,8 +86,12 @@ def run(options: Options) -> None:
         for path in record.finish(left_out):
             ranks.say(f"\nwrote {path}")
     ranks.say(f"{time.time() - options.began:.0f} s in all")
+    num_rows = int(ranks.broadcast_value(num_rows))
+    if num_rows == 0:
+        ranks.say(report.nothing_measured_text(len(left_out), len(visits)))
     ranks.try_on_all_ranks(libraries.close)
     ranks.stop()
+    return num_rows > 0
 
 
 class RoundBudget:

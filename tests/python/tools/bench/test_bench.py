@@ -172,13 +172,22 @@ def test_two_gpus(tmp_path: Path) -> None:
 def test_a_budget_leaves_out_and_says_what(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = bench("ag_gemm", "all_reduce", "--set", "tiny", "--device", "cpu", "--budget", 0, "--json", path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "bench: measured nothing: all 3 cases were left out; give a larger --budget" in done.stdout
+    assert "Error" not in done.stderr
     assert "left out, for want of time (0 s): ag_gemm tiny, eager; all_reduce 1 KiB, eager" in done.stdout
     left_out = json.loads(path.read_text())["left_out"]
     assert [(row["op"], row["name"], row["mode"], row["why"]) for row in left_out] == [
         ("ag_gemm", "tiny", "eager", "for want of time"), ("all_reduce", "1 KiB", "eager", "for want of time"),
         ("all_reduce", "64 KiB", "eager", "for want of time"),
     ]  # fmt: skip
+
+
+def test_a_run_without_a_row_of_ours_fails() -> None:
+    done = bench("ag_gemm", "--set", "tiny", "--device", "cpu", "--algorithm", "fused", "--rounds", 1)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "not run: fused: " in done.stdout
+    assert "bench: measured nothing of ours: no variant could run" in done.stdout
 
 
 @pytest.mark.parametrize(
