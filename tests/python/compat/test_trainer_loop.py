@@ -71,7 +71,8 @@ def parallel(rank: int, size: int, store: Any, seed: int, folder: str, resume: b
     import transformers
 
     _clear_sharding_prop_cache()
-    dist.init_process_group("torch_overlap", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    # Rank 0 waits while others import transformers, some of them for the first time.
+    dist.init_process_group("torch_overlap", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=200))
     mesh = dist.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     path = Path(folder)
     model = (transformers.AutoModelForCausalLM.from_pretrained(path / "model", dtype=torch.float64) if resume

@@ -201,6 +201,7 @@ def refused(rank: int, size: int, store: Any) -> None:
 @pytest.mark.parametrize(("name", "message"), [
     ("Apertus", r"for 'model.layers.\*.mlp.act_fn', which works beside split projections, got none for its 'alpha_p'"),
     ("Doge", r"for 'model.layers.\*.self_attn', which works beside split projections, got none for its 'A'"),
+    ("Mixtral", r"for 'model.layers.\*.mlp.experts', which works beside split projections, got none for its 'gate_up_"),
     ("FalconH1", r"expected modules of FalconH1ForCausalLM that the rules of its tp_plan name|one list of layers"),
 ])  # fmt: skip
 def test_pretrained_families_that_no_plan_serves(name: str, message: str, sequence_parallel: bool) -> None:

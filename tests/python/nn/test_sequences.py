@@ -12,7 +12,14 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torch_overlap as to
-from torch_overlap.nn.styles import ColumnParallel, RowParallel, SequenceParallel, ShardInput, parallelize
+from torch_overlap.nn.styles import (
+    ColumnParallel,
+    GatherSequence,
+    RowParallel,
+    SequenceParallel,
+    ShardInput,
+    parallelize,
+)
 from torch_overlap.testing import run_ranks
 
 DIM = 6
@@ -86,6 +93,42 @@ def cross(rank: int, size: int, store: Any, seed: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_two_sequences_of_one_model_are_right_or_refused(seed: int, size: int) -> None:
     run_ranks(cross, size, seed, comm=False)
+
+
+class LastRow(nn.Module):
+    """Logits of the last row alone, as a model makes them for generation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.norm, self.head = nn.Identity(), nn.LayerNorm(DIM), nn.Linear(DIM, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(x))[:, -1:])
+
+
+def last_row(rank: int, size: int, store: Any, seed: int) -> None:
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole = LastRow().double()
+    head = {"gather_output": True}
+    split = {"blocks": ShardInput(argument="input"), "norm": SequenceParallel(), "head": ColumnParallel(**head)}
+    gathered = split | {"norm": GatherSequence(), "head": ColumnParallel(sequence_parallel=False, **head)}
+    wrong, right = (parallelize(copy.deepcopy(whole), mesh, plan) for plan in (split, gathered))
+    for x in inputs(seed, 2 * size, 2 * size + 1):
+        message = rf"expected all rows of the sequence of length {x.size(1)} .*, got 1 on each of {size} ranks"
+        with pytest.raises(to.StateError, match=message):
+            wrong(x)
+        for module in (right, whole):
+            module.zero_grad()
+            module(x).square().sum().backward()
+        torch.testing.assert_close(right(x), whole(x), rtol=1e-10, atol=1e-12)
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(right.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-9,
+                                       atol=1e-11)  # fmt: skip
+
+
+def test_logits_of_the_last_row_are_right_or_refused(seed: int) -> None:
+    run_ranks(last_row, 2, seed, comm=False)
 
 
 def by_module(rank: int, size: int, store: Any) -> None:

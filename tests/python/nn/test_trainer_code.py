@@ -246,6 +246,8 @@ def errors(rank: int, size: int, store: Any) -> None:
 
     refuses(ValueError, r"^parallelize: expected module names of Llama as the keys of the plan, got 'layers.\*.att'",
             lambda: parallelize(Llama(), mesh["tp"], {"layers.*.att": RowParallel()}))  # fmt: skip
+    refuses(ValueError, r"^ColumnParallel: expected out_features .*, got 30; .* \(entry 'output' of the plan\)$",
+            lambda: parallelize(Llama(), mesh["tp"], {"output": ColumnParallel(multiple_of=7)}))  # fmt: skip
     refuses(TypeError, r"^ColumnParallel: expected plain parameters, got 'weight' of Linear as a DTensor of DeviceMesh",
             lambda: parallelize(fully_shard(Llama(), mesh=mesh["dp"]), mesh["tp"],
                                 {"output": ColumnParallel()}))  # fmt: skip

@@ -16,10 +16,12 @@ from torch_overlap._C import StateError, TorchComm, UnsupportedError
 
 
 class _Open(NamedTuple):
-    """Sequences that were split and not yet gathered: the modules that split them, and the length of the last."""
+    """Sequences that were split and not yet gathered: the modules that split them, the length of the last, and the
+    smallest length."""
 
     owners: tuple[object, ...]
     length: int
+    min_length: int
 
 
 class SharedSequence:
@@ -55,7 +57,8 @@ class SharedSequence:
                              f"another is split, got one of length {length}, which the layers cannot tell apart. "
                              "Gather the first (GatherSequence), or pad both to multiples of "
                              f"{self.size}.")  # fmt: skip
-        self._open = _Open((*(before.owners if before else ()), owner), length)
+        owners = (*(before.owners if before else ()), owner)
+        self._open = _Open(owners, length, min(length, before.min_length) if before else length)
         x = _Mark.apply(x, self, None)  # type: ignore[no-untyped-call]
         return _pad(x, dim, missing) if missing else x
 
@@ -72,9 +75,16 @@ class SharedSequence:
     def gathered_rows(self, rows: int) -> int:
         """Returns the true length of the sequence of which each rank has `rows` rows."""
         whole = rows * self.size
-        if self._open is None or torch.compiler.is_compiling() or self._open.length % self.size == 0:
+        if self._open is None or torch.compiler.is_compiling():
             return whole
+        if whole < self._open.min_length:
+            raise StateError(f"sequence parallelism: expected all rows of the sequence of length "
+                             f"{self._open.min_length} that ShardInput split, got {rows} on each of {self.size} ranks. "
+                             "A slice such as x[:, -1:] is one of this rank's rows: give the module before it "
+                             "GatherSequence, and the linear after it sequence_parallel=False.")  # fmt: skip
         length = self._open.length
+        if length % self.size == 0:
+            return whole
         if not 0 <= whole - length < self.size:
             raise StateError(f"sequence parallelism: expected rows of the sequence of length {length} that ShardInput "
                              f"split last, got {rows} on each of {self.size} ranks. Padded sequences of different "

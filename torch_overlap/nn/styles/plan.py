@@ -63,7 +63,8 @@ def parallelize(
     try:
         for style in styles:
             style.sequence = sequence
-        parallelize_module(model, mesh, dict(plan), src_data_rank=src_data_rank)
+        for key, entry in plan.items():
+            _apply(model, mesh, key, entry, src_data_rank)
     finally:
         for style in styles:
             style.sequence = None
@@ -72,3 +73,13 @@ def parallelize(
     mark_parallel(model, mesh.size())
     refuse_plain_parameters(model)
     return model
+
+
+def _apply(model: nn.Module, mesh: DeviceMesh, key: str, style: ParallelStyle, src_data_rank: int | None) -> None:
+    """Applies one entry of a plan. An error of the style names the entry."""
+    try:
+        parallelize_module(model, mesh, {key: style}, src_data_rank=src_data_rank)
+    except (TypeError, ValueError) as error:
+        if type(error) not in (TypeError, ValueError):
+            raise
+        raise type(error)(f"{error} (entry '{key}' of the plan)") from error
