@@ -45,10 +45,10 @@ def test_gemm_and_quantize_are_loaded_on_first_access() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def run_products(comm: to.TorchComm) -> None:
+def run_products(comm: to.TorchComm, seed: int) -> None:
     mesh = to.mesh.connect(to.mesh.Mesh({"tp": comm.get_size()}), comm)
-    torch.manual_seed(0)
-    x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)  # ranks are threads, which share torch's own generator
+    x, w = (torch.randn(sizes, dtype=torch.float64, generator=generator) for sizes in ((4, 6), (6, 8)))
     columns = to.ShardOp()(w, mesh, to.mesh.P(None, "tp"))
     with pytest.raises(to.InvalidTypeError, match=r"got a plain tensor of shape \(4, 6\).*Call shard\(x, mesh\)"):
         x @ columns
@@ -59,5 +59,5 @@ def run_products(comm: to.TorchComm) -> None:
     torch.testing.assert_close(to.ReshardOp()(rows, to.mesh.P()).local, x @ w)
 
 
-def test_plain_operands_beside_sharded_ones_say_what_to_write() -> None:
-    run_ranks(run_products, 2, backend="local")
+def test_plain_operands_beside_sharded_ones_say_what_to_write(seed: int) -> None:
+    run_ranks(run_products, 2, seed, backend="local")
