@@ -2,16 +2,20 @@
 
     torchrun --nproc_per_node 4 benchmarks/layer.py --models llama3-8b,llama3-70b --out benchmarks/results
 
-A ParallelTransformerBlock with sequence parallelism in bf16, with its gradients of norms summed at the end. ours: by
-algorithms of the operators, each also with changes: "p2p+kept" keeps the gathered rows for the backward pass,
-"p2p+silu" computes the gated activation by torch's kernels, and with --accumulate, where gradients are added to those of
-the step before, "p2p+main_grad" lets the products add them to float32 buffers. nccl: sequential, with no kernel of ours in the collectives; torch fused: the same as nccl
-with the products of torch's async tensor parallelism, "joined" with one weight for all products of a gather
-(torch_overlap/tools/bench/async_tp.py), and our kernel of the gated activation; no communication: the latter with nothing sent. All of them take turns in a
-round, in CUDA graphs; a sample is that of the slowest rank. Rows carry the layer's floor, measured in the same rounds,
-and where the time of a replay goes (torch_overlap/tools/bench/layer_floor.py). "predicted": the planner's, with the
-cost model of H200s. The result and gradients of every variant are compared with those of nccl before anything is timed;
-failures of other libraries are listed with the reason. Without a GPU it only checks, on gloo with --tiny, that it runs.
+A ParallelTransformerBlock with sequence parallelism in bf16, with its gradients of norms summed at the end.
+
+ours: by algorithms of the operators, each also with changes: "p2p+kept" keeps the gathered rows for the backward pass,
+"p2p+silu" computes the gated activation by torch's kernels, and with --accumulate, where gradients are added to those
+of the step before, "p2p+main_grad" lets the products add them to float32 buffers. nccl: sequential, with no kernel of ours
+in the collectives; torch fused: the same as nccl with the products of torch's async tensor parallelism, "joined" with
+one weight for all products of a gather (torch_overlap/tools/bench/async_tp.py); no communication: the latter with
+nothing sent. All but "+silu" have our kernel of the gated activation.
+
+All of them take turns in a round, in CUDA graphs; a sample is that of the slowest rank. Rows carry the layer's floor,
+measured in the same rounds, and where the time of a replay goes (torch_overlap/tools/bench/layer_floor.py).
+"predicted": the planner's, with the cost model of H200s. The result and gradients of every variant are compared with
+those of nccl before anything is timed; failures of other libraries are listed with the reason. Without a GPU it only
+checks, on gloo with --tiny, that it runs.
 """
 
 from __future__ import annotations

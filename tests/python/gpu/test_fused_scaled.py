@@ -256,7 +256,7 @@ def test_what_it_cannot_do_is_an_error(comm):
 
     with pytest.raises(to.UnsupportedError, match="use_split_accumulator=False"):
         scatter(x, one, w, one, use_split_accumulator=True)
-    with pytest.raises(to.UnsupportedError, match="into torch.float32"):
+    with pytest.raises(to.UnsupportedError, match=r"into torch\.float32"):
         scatter(x, one, w, one, out_dtype=torch.float32)
     blocks = Mode.BLOCK_1D_SCALING
     quantized = [ops.quantize(t.float(), blocks, E4M3)[:2] for t in (x, w)]

@@ -153,7 +153,8 @@ def hooks(comm, seed):
     assert calls == [True]  # the hook runs after main_grad is complete, without a gradient
     layer.weight.grad_added_to_main_grad = False  # Megatron's hooks expect a gradient
     layer(x).sum().backward()
-    assert calls == [True, False] and layer.weight.grad_added_to_main_grad
+    assert calls == [True, False]
+    assert layer.weight.grad_added_to_main_grad
     with torch.no_grad():
         layer.weight.main_grad = None
         layer(x)

@@ -39,7 +39,8 @@ def test_values_and_gradients(seed, dtype, layout, shape):
     eps = torch.finfo(dtype).eps
     wide = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     rtol = 2 * eps + 64 * wide
-    assert got.dtype == dtype and got.is_contiguous()
+    assert got.dtype == dtype
+    assert got.is_contiguous()
     torch.testing.assert_close(got.double(), want, rtol=rtol, atol=eps)
     for x, y in zip(operands, exact, strict=True):
         assert x.grad.shape == x.shape
