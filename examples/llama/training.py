@@ -48,7 +48,7 @@ class MainGradients:
 
 
 class LlamaTrainer(Trainer):
-    """As gpt.training.Trainer; `batch_size` sequences are processed in `accumulate` micro-batches."""
+    """A Trainer whose step processes its `batch_size` sequences in `accumulate` micro-batches."""
 
     def __init__(self, shape: Transformer, comm: to.TorchComm, text: Text, *, accumulate: int, recompute: bool,
                  **options: object) -> None:  # fmt: skip
