@@ -21,6 +21,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/recorder.h"
+#include "torch_overlap/comm/shutdown.h"
 
 namespace torch_overlap {
 namespace {
@@ -208,7 +209,10 @@ class Dumper {
       std::fprintf(stderr, "[torch_overlap] flight recorder: wrote %s (%s)\n",
                    list_string(files).c_str(), reason.c_str());
       // Write again with stacks, if there are any. Stacks come second because they may need
-      // Python's lock, which may be what hangs.
+      // Python's lock, which may be what hangs. A process that ends waits for this, or goes
+      // without.
+      const Permit permit;
+      if (!permit) return;
       for (const auto& record : FlightRecorder::of_process().records()) {
         if (!record->stack) continue;
         write_traces(target, std::nullopt, reason, /*include_stacks=*/true);

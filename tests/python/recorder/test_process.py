@@ -258,6 +258,21 @@ def test_the_signal_of_the_environment_dumps_while_python_is_stuck(tmp_path: Pat
     assert [e["op"] for e in trace["entries"]] == ["barrier"]
 
 
+def test_a_process_that_ends_while_it_dumps_ends_well(tmp_path: Path) -> None:
+    code = HEAD + (
+        "comm.barrier(False)\n"
+        "import ctypes; libc = ctypes.PyDLL(None)\n"  # keeps the interpreter's lock, for which stacks wait
+        "os.system(f'(sleep 0.5; kill -USR2 {os.getpid()}) &')\n"
+        "libc.sleep(30); libc.sleep(1)\n"  # a signal ends the first
+        "print('ends', flush=True)"
+    )
+    result = run(code, TORCHCOMM_FR_DUMP_SIGNAL="SIGUSR2", TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"),
+                 TORCHCOMM_FR_PYTHON_STACK="1")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "ends\n"
+    assert (tmp_path / "t_0").exists()
+
+
 def test_a_forked_child_does_not_dump_for_its_parent(tmp_path: Path) -> None:
     code = HEAD + (
         "to.flight_recorder.dump_on_signal(signal.SIGUSR2)\n"
