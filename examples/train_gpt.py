@@ -20,7 +20,7 @@ INTERRUPT = Interrupt()  # before the slow import of torch, during which Ctrl-C 
 
 import torch  # noqa: E402
 from gpt import plots, timeline  # noqa: E402
-from gpt.check import compare  # noqa: E402
+from gpt.check import check_on_one_rank  # noqa: E402
 from gpt.model import Config  # noqa: E402
 from gpt.plain import MeshTrainer  # noqa: E402
 from gpt.progress import Progress  # noqa: E402
@@ -137,24 +137,10 @@ def report(args: argparse.Namespace, trainer: Trainer, losses: list[float], *, s
 
 
 def check(args: argparse.Namespace, comm: to.TorchComm, text: Text, losses: list[float]) -> bool:
-    """Trains the first steps again on rank 0 only. Collective; every rank gets the verdict."""
-    steps = min(args.check_steps, args.steps)
     tolerance = TOLERANCE[args.dtype] if args.fp8 == "none" else FP8_TOLERANCE
-    alone = comm.split([0] if comm.get_rank() == 0 else [], name="alone")
-    good = torch.zeros(1, device=comm.get_device())
-    if alone is not None:
-        reference = make_trainer(args, alone, text)
-        for step in range(steps):
-            reference.train_step(step)
-        verdict = compare(losses[:steps], reference.losses[:steps].tolist(), tolerance)
-        good.fill_(verdict.good)
-        stream = sys.stdout if verdict.good else sys.stderr
-        what = args.dtype if args.fp8 == "none" else f"{args.dtype} and {args.fp8} fp8"
-        print(f"check against one rank, {what}: {verdict.text}", file=stream, flush=True)
-        del reference  # its graph keeps the communicator alive
-        alone.finalize()
-    comm.broadcast(good, 0, async_op=False)
-    return bool(good.item())
+    what = args.dtype if args.fp8 == "none" else f"{args.dtype} and {args.fp8} fp8"
+    return check_on_one_rank(comm, lambda alone: make_trainer(args, alone, text),
+                             losses[: args.check_steps], tolerance, what)  # fmt: skip
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ import sys
 import time
 
 import torch
-from gpt.check import compare
+from gpt.check import check_on_one_rank
 from gpt.progress import Progress
 from gpt.text import Text, read
 from llama.training import LlamaTrainer
@@ -106,29 +106,6 @@ def train(args: argparse.Namespace, trainer: LlamaTrainer, *, shown: bool) -> li
     return losses
 
 
-def check(args: argparse.Namespace, comm: to.TorchComm, text: Text, losses: list[float]) -> bool:
-    """Trains the first steps again on rank 0 only. Collective; every rank gets the verdict."""
-    steps = min(args.check_steps, args.steps)
-    tolerance = TOLERANCE[args.dtype] if args.fp8 == "none" else FP8_TOLERANCE
-    alone = comm.split([0] if comm.get_rank() == 0 else [], name="alone")
-    good = torch.zeros(1, device=comm.get_device())
-    if alone is not None:
-        reference = make_trainer(args, alone, text)
-        for step in range(steps):
-            reference.train_step(step)
-        verdict = compare(losses[:steps], reference.losses[:steps].tolist(), tolerance)
-        good.fill_(verdict.good)
-        print(
-            f"check against one rank, {args.dtype}: {verdict.text}",
-            file=None if verdict.good else sys.stderr,
-            flush=True,
-        )
-        del reference  # its graph keeps the communicator alive
-        alone.finalize()
-    comm.broadcast(good, 0, async_op=False)
-    return bool(good.item())
-
-
 def main() -> int:
     args = parse_arguments()
     try:
@@ -147,7 +124,9 @@ def main() -> int:
         print("train_llama: expected finite losses, got NaN; lower --rate", file=sys.stderr)
     del trainer
     if good and args.check_steps > 0:
-        good = check(args, comm, text, losses)
+        tolerance = TOLERANCE[args.dtype] if args.fp8 == "none" else FP8_TOLERANCE
+        good = check_on_one_rank(comm, lambda alone: make_trainer(args, alone, text),
+                                 losses[: args.check_steps], tolerance, args.dtype)  # fmt: skip
     comm.finalize()
     return 0 if good else 1
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+import torch_overlap as to
+
+if TYPE_CHECKING:
+    from gpt.training import Trainer
 
 
 @dataclass(frozen=True)
@@ -20,3 +30,27 @@ def compare(losses: list[float], expected: list[float], tolerance: float) -> Ver
             return Verdict(False, f"{wanted}; --overlap none and --no-graph narrow down what differs")
     worst = max(differences, default=0.0)
     return Verdict(True, f"{len(differences)} steps equal within {worst:.1e} (allowed: {tolerance:g})")
+
+
+def check_on_one_rank(comm: to.TorchComm, make: Callable[[to.TorchComm], Trainer], losses: list[float],
+                      tolerance: float, what: str) -> bool:  # fmt: skip
+    """Trains the steps of `losses` again on rank 0 only, and prints the verdict. Collective; every rank gets it.
+
+    Args:
+        make: makes the trainer over a communicator.
+        what: the dtype, for the text.
+    """
+    alone = comm.split([0] if comm.get_rank() == 0 else [], name="alone")
+    good = torch.zeros(1, device=comm.get_device())
+    if alone is not None:
+        reference = make(alone)
+        for step in range(len(losses)):
+            reference.train_step(step)
+        verdict = compare(losses, reference.losses[: len(losses)].tolist(), tolerance)
+        good.fill_(verdict.good)
+        stream = sys.stdout if verdict.good else sys.stderr
+        print(f"check against one rank, {what}: {verdict.text}", file=stream, flush=True)
+        del reference  # its graph keeps the communicator alive
+        alone.finalize()
+    comm.broadcast(good, 0, async_op=False)
+    return bool(good.item())
