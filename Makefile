@@ -192,7 +192,9 @@ sanitize-gpu: build
 
 # Tests with models of transformers and PEFT, which `make test` skips where those are not installed.
 test-frameworks: build $(if $(PYTHON),,.venv/.frameworks)
-	HF_HUB_OFFLINE=1 $(PY) -m pytest $(patsubst %,tests/python/nn/test_%.py,pretrained styles lora) -k 'transformers or pretrained or lora' \
+	HF_HUB_OFFLINE=1 $(PY) -m pytest $(patsubst %,tests/python/nn/test_%.py,pretrained styles lora) \
+	  tests/python/compat/test_megatron.py tests/python/compat/test_trainer_loop.py \
+	  -k 'transformers or pretrained or lora or megatron or trainer_loop' \
 	  $(two_at_a_time) $(PYTEST_ARGS)
 
 # The documentation site, build/site/index.html; a warning is an error.

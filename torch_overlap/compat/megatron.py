@@ -100,7 +100,7 @@ def _make(make: Any, layer: Any, args: tuple[Any, ...], config: Any, options: di
 
 
 def _is_ours(layer: Any) -> bool:
-    return not layer.explicit_expert_comm and layer.gtp_remat_size == 1 and layer.tp_group.size() > 1
+    return not layer.explicit_expert_comm and getattr(layer, "gtp_remat_size", 1) == 1 and layer.tp_group.size() > 1
 
 
 def _has_main_grad(layer: Any, weight: Tensor) -> bool:
