@@ -10,7 +10,7 @@ namespace {
 
 using namespace testing;  // NOLINT
 
-constexpr int kRanks = 4;
+constexpr int kMemoryRanks = 4;
 constexpr int kApart = 2;  // reaches no other rank
 
 SymmetricMemory::Request partial_request(int rank) {
@@ -22,14 +22,14 @@ SymmetricMemory::Request partial_request(int rank) {
 }
 
 TEST(PartialMemory, IsOfThePairsThatReachEachOther) {
-  run_threads(kRanks, [](int rank, ThreadExchange& board) {
-    ThreadBootstrap bootstrap(board, rank, kRanks);
+  run_threads(kMemoryRanks, [](int rank, ThreadExchange& board) {
+    ThreadBootstrap bootstrap(board, rank, kMemoryRanks);
     const auto request = partial_request(rank);
     const auto memory = SymmetricMemory::rendezvous(bootstrap, request);
     EXPECT_EQ(memory->unreachable_pair(),
               concat("rank 0 cannot reach the memory of rank 2: ", PretendUnreachable::kReason));
     EXPECT_EQ(memory->remote(), nullptr);
-    for (int peer = 0; peer < kRanks; ++peer) {
+    for (int peer = 0; peer < kMemoryRanks; ++peer) {
       const bool reaches = peer == rank || (peer != kApart && rank != kApart);
       EXPECT_EQ(memory->is_reachable(peer), reaches) << rank << " to " << peer;
       EXPECT_EQ(memory->unreachable_reason(peer), reaches ? "" : PretendUnreachable::kReason);
@@ -45,7 +45,7 @@ TEST(PartialMemory, IsOfThePairsThatReachEachOther) {
       EXPECT_EQ(error->kind(), ErrorKind::kUnsupported);
     }
     bootstrap.barrier();
-    for (int peer = 0; peer < kRanks; ++peer) {
+    for (int peer = 0; peer < kMemoryRanks; ++peer) {
       EXPECT_EQ(*memory->signals().arrived(peer), memory->is_reachable(peer) ? 10U + peer : 0U);
     }
     bootstrap.barrier();
@@ -53,21 +53,21 @@ TEST(PartialMemory, IsOfThePairsThatReachEachOther) {
 }
 
 TEST(PartialMemory, IsWholeWhereAllReachAll) {
-  run_threads(kRanks, [](int rank, ThreadExchange& board) {
-    ThreadBootstrap bootstrap(board, rank, kRanks);
+  run_threads(kMemoryRanks, [](int rank, ThreadExchange& board) {
+    ThreadBootstrap bootstrap(board, rank, kMemoryRanks);
     auto request = partial_request(rank);
     request.pretend_unreachable = false;
     const auto memory = SymmetricMemory::rendezvous(bootstrap, request);
     EXPECT_EQ(memory->unreachable_pair(), "");
-    for (int peer = 0; peer < kRanks; ++peer) EXPECT_TRUE(memory->is_reachable(peer));
+    for (int peer = 0; peer < kMemoryRanks; ++peer) EXPECT_TRUE(memory->is_reachable(peer));
     bootstrap.barrier();
   });
 }
 
 TEST(PartialMemory, OneRankThatNeedsAllOfItRefusesForAll) {
   for (const std::string because : {"it is too old", ""}) {
-    run_threads(kRanks, [&because](int rank, ThreadExchange& board) {
-      ThreadBootstrap bootstrap(board, rank, kRanks);
+    run_threads(kMemoryRanks, [&because](int rank, ThreadExchange& board) {
+      ThreadBootstrap bootstrap(board, rank, kMemoryRanks);
       auto request = partial_request(rank);
       request.partial = rank != 1;
       if (rank == 1) request.partial_unsupported_reason = because;

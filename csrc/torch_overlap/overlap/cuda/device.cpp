@@ -35,9 +35,9 @@ cuda::SumType sum_type(at::ScalarType dtype) {
   }
 }
 
-class GraphResources final : public PendingDelete {
+class KeptByGraph final : public PendingDelete {
  public:
-  explicit GraphResources(std::vector<std::shared_ptr<void>> what)
+  explicit KeptByGraph(std::vector<std::shared_ptr<void>> what)
       : PendingDelete(c10::cuda::current_device()), what_(std::move(what)) {}
   bool can_delete() noexcept override { return true; }
 
@@ -145,8 +145,8 @@ class CudaOverlapDevice final : public OverlapDevice {
     start_deferred_deleter();
     const auto capture = cuda::capture_of(c10::cuda::getCurrentCUDAStream().stream());
     cuda::on_graph_destroyed(
-        capture.graph, [](void* body) { defer(static_cast<GraphResources*>(body)); },
-        new GraphResources(std::move(what)));
+        capture.graph, [](void* body) { defer(static_cast<KeptByGraph*>(body)); },
+        new KeptByGraph(std::move(what)));
   }
 };
 

@@ -43,15 +43,15 @@ class LeafOnExit {
   c10::cuda::CUDAStream origin_;
 };
 
-Lane lane_of(const Call& call) {
+OpQueue queue_of(const Call& call) {
   switch (call.primitive) {
     case Primitive::wait_signal:
-      return Lane::waits;
+      return OpQueue::waits;
     case Primitive::put:
     case Primitive::signal:
-      return Lane::one_sided;
+      return OpQueue::one_sided;
     default:
-      return Lane::collectives;
+      return OpQueue::collectives;
   }
 }
 
@@ -154,7 +154,7 @@ void NcclBackend::prepare_windows() {
   const c10::cuda::CUDAGuard device(runtime_->device);
   const Lock lock = lock_unless_failed();
   runtime_->waits();
-  for (const Lane which : {Lane::one_sided, Lane::waits}) {
+  for (const OpQueue which : {OpQueue::one_sided, OpQueue::waits}) {
     runtime_->stream(which, context_.options.is_high_priority_stream, /*capturing=*/false);
   }
 }
@@ -206,7 +206,7 @@ WorkPtr NcclBackend::launch(Call call) {
 void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDAStream current,
                         const cuda::Capture& capture) {
   const Call& call = work->call();
-  const Lane which = lane_of(call);
+  const OpQueue which = queue_of(call);
   const auto stream = call.async_op
                           ? runtime_->stream(which, call.high_priority, static_cast<bool>(capture))
                           : current;
@@ -219,7 +219,7 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
   }
   // After the check, so that a rejected call leaves the first capture as it is.
   if (capture) enter_capture(capture);
-  auto& [queue, eager, captured] = lane(which);
+  auto& [queue, eager, captured] = queue_state(which);
   auto& previous = capture ? captured : eager;
 
   std::optional<LeafOnExit> leaf;
@@ -229,16 +229,16 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
     cuda::stream_waits(stream, work->ready());
     if (capture) leaf.emplace(stream, current);
   }
-  // A wait on the current stream delays no other operation of the lane.
-  const bool is_ordered = which != Lane::waits || call.async_op;
+  // A wait on the current stream delays no other operation of the queue.
+  const bool is_ordered = which != OpQueue::waits || call.async_op;
   // In a capture this is needed on the same stream too: a preceding async operation is a leaf.
   if (is_ordered && previous && (previous->stream != stream || (capture && call.async_op))) {
     cuda::stream_waits(stream, previous->work->end());
   }
   // Nothing else orders the branches of a graph. Puts and signals captured before a wait, which the
   // peer may need before it signals, must not run after it.
-  if (const auto& put = lane(Lane::one_sided).previous_captured;
-      capture && which == Lane::waits && put) {
+  if (const auto& put = queue_state(OpQueue::one_sided).previous_captured;
+      capture && which == OpQueue::waits && put) {
     cuda::stream_waits(stream, put->work->end());
   }
   // A window's memory must stay mapped, on whatever stream the operation runs.
@@ -251,7 +251,7 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
     graph_resources_->keep(work);
   }
   // A wait for a signal has its own timeout, and puts and signals wait for no peer.
-  const bool is_tracked = capture && monitor_ && which == Lane::collectives;
+  const bool is_tracked = capture && monitor_ && which == OpQueue::collectives;
   std::optional<LeafOnExit> tracking_leaf;
   if (is_tracked) {
     replay_tracking_->follow(stream);
@@ -330,7 +330,7 @@ void NcclBackend::keep_mapped(const Call& call) {
 
 void NcclBackend::enter_capture(const cuda::Capture& capture) {
   if (capture.id == capture_) return;
-  for (auto& state : lanes_) state.previous_captured.reset();
+  for (auto& state : queues_) state.previous_captured.reset();
   capture_ = 0;
   monitor_.reset();
   ++graphs_seen_;

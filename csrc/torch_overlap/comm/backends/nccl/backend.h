@@ -30,9 +30,9 @@ namespace torch_overlap {
 // on the device for the preceding one if that ran on another stream, so all run in the order of
 // issue.
 //
-// Windows. Puts and signals are a lane that is concurrent with the collectives: ordered among
-// themselves, on streams of their own. Waits for signals are a third lane, in which those with
-// async_op = true are ordered. No lane waits for another, except that a captured wait runs after
+// Windows. Puts and signals are a queue that is concurrent with the collectives: ordered among
+// themselves, on streams of their own. Waits for signals are a third queue, in which those with
+// async_op = true are ordered. No queue waits for another, except that a captured wait runs after
 // the puts and signals that were captured before it. Each window with memory that is not mapped has
 // a native communicator for that memory (one_sided.h), which ends with this one.
 //
@@ -161,13 +161,13 @@ class NcclBackend final : public Backend, public Watched, public PendingDelete {
   PeerFailure peers_;
 
   // Guarded by the launch lock, which is the handle's.
-  struct LaneState {
+  struct QueueState {
     Queue queue;  // eager operations, in order of issue
     std::optional<Previous> previous;
     std::optional<Previous> previous_captured;
   };
-  LaneState& lane(Lane which) { return lanes_[static_cast<size_t>(which)]; }
-  std::array<LaneState, kLanes> lanes_;
+  QueueState& queue_state(OpQueue which) { return queues_[static_cast<size_t>(which)]; }
+  std::array<QueueState, kNumOpQueues> queues_;
   unsigned long long capture_ = 0;                     // ID of the last capture seen
   GraphResources* graph_resources_ = nullptr;          // valid during that capture
   std::shared_ptr<GraphMonitor> monitor_;              // monitor of that capture

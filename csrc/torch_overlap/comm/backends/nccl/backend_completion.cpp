@@ -19,7 +19,7 @@ constexpr size_t kReapAtLaunch = 32;
 
 }  // namespace
 
-// The device runs the operations of a lane in the order of issue: if one has ended, so have all
+// The device runs the operations of a queue in the order of issue: if one has ended, so have all
 // before it.
 template <typename Sink>
 bool NcclBackend::reap_first(Queue& queue, Sink& ended, size_t count) {
@@ -34,8 +34,8 @@ bool NcclBackend::reap_first(Queue& queue, Sink& ended, size_t count) {
 
 template <typename Sink>
 void NcclBackend::reap(Sink& ended) {
-  for (const Lane which : {Lane::collectives, Lane::one_sided}) {
-    Queue& queue = lane(which).queue;
+  for (const OpQueue which : {OpQueue::collectives, OpQueue::one_sided}) {
+    Queue& queue = queue_state(which).queue;
     for (size_t count = queue.size(); count > 0; count = std::min(count / 2, queue.size())) {
       while (count <= queue.size() && reap_first(queue, ended, count)) {
       }
@@ -47,7 +47,7 @@ void NcclBackend::reap(Sink& ended) {
 // Waits end in any order.
 template <typename Sink>
 void NcclBackend::reap_waits(Sink& ended) {
-  std::erase_if(lane(Lane::waits).queue, [&ended](const std::shared_ptr<CudaWork>& work) {
+  std::erase_if(queue_state(OpQueue::waits).queue, [&ended](const std::shared_ptr<CudaWork>& work) {
     if (!work->has_ended()) return false;
     ended.push_back(work);
     return true;
@@ -55,16 +55,16 @@ void NcclBackend::reap_waits(Sink& ended) {
 }
 
 void NcclBackend::reap_some(EndedBatch& ended) {
-  for (const Lane which : {Lane::collectives, Lane::one_sided}) {
-    Queue& queue = lane(which).queue;
+  for (const OpQueue which : {OpQueue::collectives, OpQueue::one_sided}) {
+    Queue& queue = queue_state(which).queue;
     if (queue.size() >= 2 * kReapAtLaunch) reap_first(queue, ended, kReapAtLaunch);
   }
-  if (lane(Lane::waits).queue.size() >= 2 * kReapAtLaunch) reap_waits(ended);
+  if (queue_state(OpQueue::waits).queue.size() >= 2 * kReapAtLaunch) reap_waits(ended);
 }
 
 bool NcclBackend::is_idle() const {
-  return std::all_of(lanes_.begin(), lanes_.end(),
-                     [](const LaneState& state) { return state.queue.empty(); });
+  return std::all_of(queues_.begin(), queues_.end(),
+                     [](const QueueState& state) { return state.queue.empty(); });
 }
 
 void NcclBackend::drain(std::string_view op) {
@@ -101,7 +101,7 @@ void NcclBackend::remove_window(const SymmetricMemory& memory, Milliseconds time
       const Lock lock = lock_unless_failed();
       custom_collectives_.remove_window(memory);
       reap(ended);
-      const Queue& queue = lane(Lane::collectives).queue;
+      const Queue& queue = queue_state(OpQueue::collectives).queue;
       if (std::none_of(queue.begin(), queue.end(), uses_it)) return;
     }
     TORCH_OVERLAP_CHECK(Clock::now() < deadline, kTimeout, "tensor_deregister on '", runtime_->name,
@@ -150,12 +150,12 @@ void NcclBackend::tick() noexcept {
     }
     auto late = check_replays(now);
     std::optional<std::string> peer_error;
-    if (const Queue& queue = lane(Lane::collectives).queue; !late && !queue.empty()) {
+    if (const Queue& queue = queue_state(OpQueue::collectives).queue; !late && !queue.empty()) {
       late = check_head(*queue.front(), now);
       if (!late) peer_error = check_peers(*queue.front(), now);
     }
     // Copies always end; NCCL's transfers over a network may not.
-    if (const Queue& queue = lane(Lane::one_sided).queue;
+    if (const Queue& queue = queue_state(OpQueue::one_sided).queue;
         !late && !queue.empty() && queue.front()->call().window->remote() != nullptr) {
       late = check_head(*queue.front(), now);
     }

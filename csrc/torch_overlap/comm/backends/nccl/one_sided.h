@@ -45,7 +45,7 @@ TORCH_OVERLAP_API RemotePieces remote_pieces(const void* from, size_t bytes, siz
 // until the receiver has waited in the same graph for the preceding one.
 //
 // Order. ncclPutSignal has ended on its stream once the data, and NCCL's signal after it, are at
-// the peer. The lane of puts and signals (backend.h) runs one operation after another, so the
+// the peer. The queue of puts and signals (backend.h) runs one operation after another, so the
 // staging memory has one user at a time, and a count arrives after the data that was put before it.
 //
 // The native communicator is created for the window and not split off: a split requires a parent

@@ -15,15 +15,15 @@ namespace torch_overlap {
 
 // Sequences of operations that the device runs in the order of issue, each on its own streams: see
 // backend.h.
-enum class Lane : uint8_t { collectives, one_sided, waits };
-inline constexpr size_t kLanes = 3;
+enum class OpQueue : uint8_t { collectives, one_sided, waits };
+inline constexpr size_t kNumOpQueues = 3;
 
 // State that a communicator shares with its works, which may outlive it.
 struct CommRuntime {
   CommRuntime(std::string name, c10::DeviceIndex device, size_t events)
       : name(std::move(name)), device(device), events(events) {
-    stream(Lane::collectives, /*high_priority=*/false, /*capturing=*/false);
-    stream(Lane::collectives, /*high_priority=*/true, /*capturing=*/false);
+    stream(OpQueue::collectives, /*high_priority=*/false, /*capturing=*/false);
+    stream(OpQueue::collectives, /*high_priority=*/true, /*capturing=*/false);
   }
 
   const std::string name;
@@ -31,11 +31,11 @@ struct CommRuntime {
   Failure failure;
   cuda::EventPool events;
 
-  // Returns the communicator's own stream for async operations of a lane, created when first
+  // Returns the communicator's own stream for async operations of a queue, created when first
   // needed. Captures have others: a stream that joined a capture stays in it until that capture
   // ends, and an eager operation may be issued before. Requires the launch lock.
-  c10::cuda::CUDAStream stream(Lane lane, bool high_priority, bool capturing) {
-    auto& slot = streams_[4 * static_cast<size_t>(lane) + (capturing ? 2 : 0) + high_priority];
+  c10::cuda::CUDAStream stream(OpQueue queue, bool high_priority, bool capturing) {
+    auto& slot = streams_[4 * static_cast<size_t>(queue) + (capturing ? 2 : 0) + high_priority];
     if (!slot) slot.emplace(device, high_priority);
     return slot->get();
   }
@@ -71,7 +71,7 @@ struct CommRuntime {
   }
 
  private:
-  std::array<std::optional<cuda::OwnedStream>, 4 * kLanes> streams_;
+  std::array<std::optional<cuda::OwnedStream>, 4 * kNumOpQueues> streams_;
   std::unique_ptr<cuda::DeviceWaitMonitor> owned_waits_;
   std::atomic<cuda::DeviceWaitMonitor*> waits_{nullptr};
 };
