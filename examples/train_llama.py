@@ -63,6 +63,9 @@ def parse_arguments() -> argparse.Namespace:
         args.device = "cuda" if torch.cuda.device_count() >= local_ranks else "cpu"
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     args.rate = args.rate or (1e-2 if args.preset == "tiny" else 3e-4)
+    for name in ("batch", "accumulate", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"expected --{name} of at least 1, got {getattr(args, name)}")
     if args.batch % args.accumulate != 0:
         parser.error(f"expected --batch divisible by --accumulate {args.accumulate}, got {args.batch}")
     return args
@@ -87,6 +90,7 @@ def train(args: argparse.Namespace, trainer: LlamaTrainer, *, shown: bool) -> li
     tokens = args.batch * trainer.config.sequence
     progress, comm = Progress(args.steps, tokens, shown=shown), trainer.comm
     warm = min(WARM_STEPS, args.steps - 1)
+    start = time.perf_counter()
     for step in range(args.steps):
         if step == warm:
             wait(comm)
@@ -126,7 +130,8 @@ def main() -> int:
     if good and args.check_steps > 0:
         tolerance = TOLERANCE[args.dtype] if args.fp8 == "none" else FP8_TOLERANCE
         good = check_on_one_rank(comm, lambda alone: make_trainer(args, alone, text),
-                                 losses[: args.check_steps], tolerance, args.dtype)  # fmt: skip
+                                 losses[: args.check_steps], tolerance, args.dtype,
+                                 "--algorithm sequential and --no-graph narrow down what differs")  # fmt: skip
     comm.finalize()
     return 0 if good else 1
 

@@ -21,24 +21,28 @@ class Verdict:
     text: str
 
 
-def compare(losses: list[float], expected: list[float], tolerance: float) -> Verdict:
+ADVICE = "--overlap none and --no-graph narrow down what differs"
+
+
+def compare(losses: list[float], expected: list[float], tolerance: float, advice: str = ADVICE) -> Verdict:
     """Checks step by step that each loss is within `tolerance` of the expected one. NaN never is."""
     differences = [abs(got - want) for got, want in zip(losses, expected, strict=True)]
     for step, difference in enumerate(differences):
         if not difference <= tolerance:
             wanted = f"expected loss {expected[step]:.6f} within {tolerance:g} at step {step}, got {losses[step]:.6f}"
-            return Verdict(False, f"{wanted}; --overlap none and --no-graph narrow down what differs")
+            return Verdict(False, f"{wanted}; {advice}")
     worst = max(differences, default=0.0)
     return Verdict(True, f"{len(differences)} steps equal within {worst:.1e} (allowed: {tolerance:g})")
 
 
 def check_on_one_rank(comm: to.TorchComm, make: Callable[[to.TorchComm], Trainer], losses: list[float],
-                      tolerance: float, what: str) -> bool:  # fmt: skip
+                      tolerance: float, what: str, advice: str = ADVICE) -> bool:  # fmt: skip
     """Trains the steps of `losses` again on rank 0 only, and prints the verdict. Collective; every rank gets it.
 
     Args:
         make: makes the trainer over a communicator.
         what: the dtype, for the text.
+        advice: options that narrow down a difference.
     """
     alone = comm.split([0] if comm.get_rank() == 0 else [], name="alone")
     good = torch.zeros(1, device=comm.get_device())
@@ -46,7 +50,7 @@ def check_on_one_rank(comm: to.TorchComm, make: Callable[[to.TorchComm], Trainer
         reference = make(alone)
         for step in range(len(losses)):
             reference.train_step(step)
-        verdict = compare(losses, reference.losses[: len(losses)].tolist(), tolerance)
+        verdict = compare(losses, reference.losses[: len(losses)].tolist(), tolerance, advice)
         good.fill_(verdict.good)
         stream = sys.stdout if verdict.good else sys.stderr
         print(f"check against one rank, {what}: {verdict.text}", file=stream, flush=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_overlap import ops
 from torch_overlap._c10d import comm_from_group
-from torch_overlap.nn._main_grad import fusible, with_main_grad
+from torch_overlap.nn._main_grad import fusible, main_grad_of, with_main_grad
 from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
 
 __all__ = ["spec_provider"]
@@ -46,7 +46,7 @@ def _provider(algorithm: str) -> Any:
             _make(super().__init__, self, args, config, options)
 
         def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-            weight = _with_main_grad(self, weight)
+            weight, main_grads = _with_main_grads(self, weight, input)
             is_split = options["sequence_parallel"] or options["allreduce_dgrad"]
             if not is_split or not _is_ours(self) or options.get("grad_output_buffer") is not None:
                 options["gradient_accumulation_fusion"] = False
@@ -55,7 +55,7 @@ def _provider(algorithm: str) -> Any:
             comm = comm_from_group(self.tp_group, input.device)
             if options["sequence_parallel"]:
                 return ops.all_gather_matmul(input, [weight], comm, [bias], algorithm=algorithm,
-                                             main_grads=_main_grads(self, input))[0][0]  # fmt: skip
+                                             main_grads=main_grads)[0][0]  # fmt: skip
             return copy_matmul(input, [weight], [bias], comm, algorithm)[0]
 
     class RowParallelLinear(layers.RowParallelLinear):  # type: ignore[misc]
@@ -64,17 +64,18 @@ def _provider(algorithm: str) -> Any:
 
         def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
             options["gradient_accumulation_fusion"] = False
-            result: Tensor = super()._forward_impl(input, _with_main_grad(self, weight), *args, **options)
+            result: Tensor = super()._forward_impl(input, _with_main_grads(self, weight, input)[0], *args, **options)
             return result
 
         def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
             if not _is_ours(self):
                 result: tuple[Tensor, Tensor | None] = super().forward(input_)
                 return result
-            comm, weight = comm_from_group(self.tp_group, input_.device), _with_main_grad(self, self.weight)
+            comm = comm_from_group(self.tp_group, input_.device)
             x = input_ if self.input_is_parallel else local_shard(input_, -1, comm)
+            weight, main_grads = _with_main_grads(self, self.weight, x)
             if self.sequence_parallel:
-                y = ops.matmul_reduce_scatter(x, weight, comm, algorithm=algorithm, main_grads=_main_grads(self, x))
+                y = ops.matmul_reduce_scatter(x, weight, comm, algorithm=algorithm, main_grads=main_grads)
             else:
                 y = sum_matmul(x, weight, None, comm, algorithm)
             if self.skip_bias_add:
@@ -92,7 +93,7 @@ def _provider(algorithm: str) -> Any:
 
 
 def _make(make: Any, layer: Any, args: tuple[Any, ...], config: Any, options: dict[str, Any]) -> None:
-    """Constructs a layer of Megatron, which expects APEX for the fusion that `_with_main_grad` does instead."""
+    """Constructs a layer of Megatron, which expects APEX for the fusion that `_with_main_grads` does instead."""
     plain = copy.copy(config)
     plain.gradient_accumulation_fusion = False
     make(*args, config=plain, **options)
@@ -103,13 +104,10 @@ def _is_ours(layer: Any) -> bool:
     return not layer.explicit_expert_comm and getattr(layer, "gtp_remat_size", 1) == 1 and layer.tp_group.size() > 1
 
 
-def _has_main_grad(layer: Any, weight: Tensor) -> bool:
-    return layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
-
-
-def _with_main_grad(layer: Any, weight: Tensor) -> Tensor:
-    return with_main_grad(weight, weight) if _has_main_grad(layer, weight) else weight
-
-
-def _main_grads(layer: Any, x: Tensor) -> list[Tensor]:
-    return fusible(x, [layer.weight.main_grad]) if _has_main_grad(layer, layer.weight) else []
+def _with_main_grads(layer: Any, weight: Tensor, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns the weight, whose gradient goes to its main_grad if the layer fuses accumulation, and the operator's
+    buffers."""
+    if not layer.gradient_accumulation_fusion or not weight.requires_grad or not torch.is_grad_enabled():
+        return weight, []
+    main_grad = main_grad_of(type(layer).__name__, weight)
+    return with_main_grad(weight, weight, main_grad), fusible(x, [main_grad])

@@ -76,10 +76,12 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.sizes = [part.size(0) for part in inputs]
+        ctx.save_for_backward(*inputs)  # their versions: the result shares that of the first alone
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises if a part was changed in place
         if grad is None:  # it was added to main_grad
             return (None,) * len(ctx.sizes)
         parts: tuple[Tensor, ...] = grad.split(ctx.sizes)

@@ -72,7 +72,7 @@ class ParallelLinear(nn.Module):
             return weights, []
         name: str = self._get_name()  # type: ignore[no-untyped-call]
         buffers = [main_grad_of(name, parameter) if parameter.requires_grad else None for parameter in parameters]
-        wrapped = [weight if buffer is None else with_main_grad(parameter, weight)
+        wrapped = [weight if buffer is None else with_main_grad(parameter, weight, buffer)
                    for parameter, weight, buffer in zip(parameters, weights, buffers, strict=True)]  # fmt: skip
         if any(buffer is None for buffer in buffers) or self.float8 is not None or not self.sequence_parallel:
             return wrapped, []

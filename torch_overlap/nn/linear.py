@@ -61,8 +61,9 @@ class ColumnParallelLinear(ParallelLinear):
             rows are padded with zeros to blocks of 32.
         gradient_accumulation_fusion: if True, the gradient of each weight is added to `weight.main_grad`, a tensor of
             its shape that the caller sets before the forward pass, and `weight.grad` stays None (Megatron's
-            convention). With sequence parallelism the product itself adds it, if the buffer is contiguous and has the
-            dtype of x or, for 16-bit x, float32. Gradients are then of the first order.
+            convention: with the attribute `grad_added_to_main_grad` it gets a tensor of no meaning). With sequence
+            parallelism the product itself adds it, if the buffer is contiguous and has the dtype of x or, for 16-bit x,
+            float32. Gradients are then of the first order. Not with FSDP2.
 
     Raises:
         ValueError: features not divisible by the number of ranks; with fp8, a rank's features not divisible by 16

@@ -88,7 +88,10 @@ class ParallelMLP(nn.Module):
         up = self.up(x, joined=True) if type(self.up) is ColumnParallelLinear else self.up(x)
         if torch.compiler.is_compiling():  # which fuses the operators of torch
             return F.silu(up[0]) * up[1]  # type: ignore[no-any-return]
-        return swiglu(up) if isinstance(up, Tensor) else swiglu(*up)
+        if isinstance(up, Tensor):
+            return swiglu(up)
+        gate, up = up
+        return swiglu(gate, up) if gate.dtype == up.dtype else F.silu(gate) * up
 
 
 class ParallelSelfAttention(nn.Module):

@@ -98,7 +98,9 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
   WeightBuffers main_grads;
   if (auto all = split_main_grads(kAllGatherMatmul, call.main_grads, call.weights, call.x);
       !all.empty() && !wanted.empty()) {
-    check_may_add(kAllGatherMatmul, call.x);
+    auto multiplied = used_grads;
+    multiplied.push_back(call.x);
+    check_may_add(kAllGatherMatmul, multiplied);
     for (const size_t i : wanted_at) main_grads.push_back(std::move(all[i]));
   }
 

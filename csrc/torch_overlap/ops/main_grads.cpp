@@ -16,8 +16,10 @@ WeightBuffers split_main_grads(std::string_view op, const MainGrads& main_grads,
   for (size_t i = 0; i < weights.size(); ++i) {
     const int64_t rows = weights[i].size(0);
     int64_t covered = 0;
-    while (covered < rows && next < main_grads->size()) {
+    while (next < main_grads->size()) {
       const at::Tensor buffer = main_grads->get(next);
+      // A weight without rows has a buffer without rows.
+      if (covered == rows && !(found[i].empty() && buffer.numel() == 0)) break;
       TORCH_OVERLAP_CHECK(
           buffer.dim() == 2 && buffer.size(1) == weights[i].size(1) && buffer.is_contiguous() &&
               covered + buffer.size(0) <= rows,
@@ -47,12 +49,12 @@ WeightBuffers split_main_grads(std::string_view op, const MainGrads& main_grads,
   return found;
 }
 
-void check_may_add(std::string_view op, const at::Tensor& grad) {
+void check_may_add(std::string_view op, at::TensorList tensors) {
   TORCH_OVERLAP_CHECK(!at::GradMode::is_enabled(), kUnsupported, op,
                       ": expected a backward pass without create_graph=True where gradients are "
                       "added to main_grads, got one with it. Call without main_grads.");
   TORCH_OVERLAP_CHECK(
-      !at::isTensorSubclassLike(grad), kUnsupported, op,
+      !at::areAnyTensorSubclassLike(tensors), kUnsupported, op,
       ": expected a backward pass of plain tensors where gradients are added to "
       "main_grads, got one that is traced or transformed. Call without main_grads.");
 }

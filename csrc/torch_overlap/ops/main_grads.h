@@ -17,8 +17,9 @@ using WeightBuffers = std::vector<std::vector<at::Tensor>>;  // of each weight, 
 // Checks the buffers and returns them by weight; nothing if there are none.
 WeightBuffers split_main_grads(std::string_view op, const MainGrads& main_grads,
                                const std::vector<at::Tensor>& weights, const at::Tensor& x);
-// Refuses a backward pass that is traced, or whose gradient may be differentiated.
-void check_may_add(std::string_view op, const at::Tensor& grad);
+// Refuses a backward pass that is traced or transformed, or whose gradient may be differentiated.
+// `tensors`: those that are multiplied.
+void check_may_add(std::string_view op, at::TensorList tensors);
 // Returns the products that add grad_rows^T inputs to the buffers of one weight.
 std::vector<GemmArgs> products_into(const std::vector<at::Tensor>& buffers,
                                     const at::Tensor& grad_rows, const at::Tensor& inputs);

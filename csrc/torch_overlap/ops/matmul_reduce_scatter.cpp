@@ -153,7 +153,7 @@ void MatmulReduceScatter::backward(Backward<MatmulReduceScatter>& pass) {
   std::vector<Tensor> main_grads;
   if (auto all = split_main_grads(kMatmulReduceScatter, call.main_grads, {call.weight}, call.x);
       !all.empty() && weight_wanted) {
-    check_may_add(kMatmulReduceScatter, call.x);
+    check_may_add(kMatmulReduceScatter, {grad, call.x});
     main_grads = std::move(all.front());
   }
   const bool adds = !main_grads.empty();

@@ -144,7 +144,7 @@ def hooks(comm, seed):
     ):
         layer(x)
     layer.weight.main_grad = torch.zeros(3, 4)
-    with pytest.raises(ValueError, match=r"got Tensor of shape \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"got Tensor of shape \[3, 4\], torch.float32 on cpu"):
         layer(x)
     layer.weight.main_grad = torch.zeros(4, 3)
     calls = []
@@ -159,6 +159,48 @@ def hooks(comm, seed):
         layer.weight.main_grad = None
         layer(x)
     comm.barrier(async_op=False)
+
+
+def replaced(comm, seed):
+    """The buffer of the forward pass gets the gradient, whether the product adds it or not."""
+    for sequence_parallel in (True, False):
+        torch.manual_seed(seed)
+        layer = to.nn.ColumnParallelLinear(4, [4, 6], comm, bias=False, sequence_parallel=sequence_parallel,
+                                           gradient_accumulation_fusion=True)  # fmt: skip
+        set_main_grads(layer, torch.float32)
+        old = [p.main_grad for p in layer.parameters()]
+        x = draw(seed, 4, 4, dtype=torch.float32).requires_grad_()
+        y = torch.cat(layer(x), -1).square().sum()
+        set_main_grads(layer, torch.float32)
+        y.backward(retain_graph=True)
+        assert all((buffer != 1).any() for buffer in old)
+        assert all((p.main_grad == 1).all() for p in layer.parameters())
+        with pytest.raises(RuntimeError, match="without create_graph"):
+            y.backward(create_graph=True)
+        comm.barrier(async_op=False)
+        for buffer in (torch.ones(2, 4, requires_grad=True), torch.ones(2, 4, dtype=torch.int64)):
+            layer.weight0.main_grad = buffer
+            with pytest.raises(ValueError, match=r"expected weight.main_grad.*got Tensor of shape \[2, 4\]"):
+                layer(x)
+
+
+def test_buffers_of_the_forward_pass(seed):
+    run_ranks(replaced, 2, seed)
+
+
+def changed_in_place(comm):
+    layer = to.nn.ColumnParallelLinear(6, [4, 4], comm, bias=False)
+    for parameter in layer.parameters():
+        y = torch.cat(layer(torch.ones(2, 6, requires_grad=True)), -1).sum()
+        with torch.no_grad():
+            parameter.zero_()
+        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+            y.backward()
+        comm.barrier(async_op=False)
+
+
+def test_a_joined_weight_that_changes_before_the_backward_pass_is_found():
+    run_ranks(changed_in_place, 2)
 
 
 def test_hooks_and_missing_buffers(seed):
@@ -185,6 +227,8 @@ def refused(comm):
     (y,), _ = ops.all_gather_matmul(x, [w], comm, main_grads=[buffer])
     with pytest.raises(RuntimeError, match="without create_graph"):
         torch.autograd.grad(y.sum(), [x, w], create_graph=True, allow_unused=True)
+    with pytest.raises(RuntimeError, match="traced or transformed"):
+        torch.autograd.grad(y, [x, w], torch.ones(3, *y.shape), is_grads_batched=True, allow_unused=True)
     # Several buffers for one weight, which change between the passes.
     parts = [torch.zeros(2, 4), torch.zeros(4, 4)]
     (y,), _ = ops.all_gather_matmul(x, [w], comm, main_grads=parts)
