@@ -65,8 +65,8 @@ def all_gather_matmul(
         algorithm: one of those above.
         main_grads: buffers to which the backward pass adds the gradients of the weights, instead of returning them:
             one for each weight, of its shape (or several, with its rows in order), contiguous, of the dtype of x or,
-            for 16-bit x, float32. They may change between the passes. Not with create_graph, nor while a compiler
-            traces.
+            for 16-bit x, float32. Their values may change between the passes. Not with create_graph, nor while a
+            compiler traces.
 
     Returns: the products [..., n_i], and the gathered x, or an empty tensor.
     """
