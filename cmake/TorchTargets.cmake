@@ -1,6 +1,7 @@
-# Imported targets made from the torch wheel of the Python in use, or of TORCH_OVERLAP_TORCH_PYTHON: torch::c10, torch::cpu, torch::python, and with
-# TORCH_OVERLAP_CUDA torch::c10_cuda, torch::cuda, cuda::cudart, cuda::cublasLt, nccl::nccl (the wheel's own libnccl:
-# a process must hold one). find_package(Torch) is not used: it stops where there is no toolkit, or no GPU.
+# Imported targets made from the torch wheel of the Python in use, or of TORCH_OVERLAP_TORCH_PYTHON: torch::c10,
+# torch::cpu, torch::python, and with TORCH_OVERLAP_CUDA torch::c10_cuda, torch::cuda, cuda::cudart, cuda::cublasLt,
+# nccl::nccl (the wheel's own libnccl: a process must hold one). find_package(Torch) is not used: it stops where there is
+# no toolkit, or no GPU.
 # Sets TORCH_FACT_<name> for each line of torch_facts.py, and TORCH_OVERLAP_CUDA's default.
 
 find_package(Python3 REQUIRED COMPONENTS Interpreter OPTIONAL_COMPONENTS Development.Module)

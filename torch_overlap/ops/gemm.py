@@ -285,11 +285,11 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Transformer", 2020).
 
     On a GPU one kernel computes it, and one both gradients, which it writes side by side: with `gate` alone they are
-    the gradient of one product with joined weights.
+    the gradient of one product with joined weights. float64 is computed by torch's operators.
 
     Args:
         gate: [..., features] of float32, float16, bfloat16 or float64; without `up` [..., 2 features], those of gate
-            first. Rows need not be dense.
+            first. Views with regular strides are not copied.
         up: of the shape, dtype and device of gate.
 
     Returns: [..., features].

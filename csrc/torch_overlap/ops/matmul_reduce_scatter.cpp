@@ -54,8 +54,8 @@ Tensor matmul_reduce_scatter_kernel(const MatmulReduceScatter& call) {
 }
 
 // The gradient of x, and of the weight if `weight_wanted` without main_grads (else empty, of shape
-// [0]): with
-// G = all_gather(grad) they are G weight, which is all_gather_matmul(grad, weight^T), and G^T x.
+// [0]): with G = all_gather(grad) they are G weight, which is all_gather_matmul(grad, weight^T),
+// and G^T x.
 // The second product reads G where it was gathered, and runs beside the gather of `regather`.
 struct MatmulReduceScatterBackward {
   using Result = std::tuple<Tensor, Tensor>;
