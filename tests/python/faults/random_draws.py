@@ -273,7 +273,9 @@ def run_random(comm: to.TorchComm, seed: int, draws: int) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
-    def issue(draw: Draw, problem: Problem, stream: Any) -> Drawn:
+    def issue(draw: Draw, problem: Problem, stream: Any, before: Any) -> Drawn:
+        if before is not None:
+            before.exception()  # returns when that draw is issued
         with torch.cuda.stream(stream):
             return draw(problem)
 
@@ -291,6 +293,9 @@ def run_random(comm: to.TorchComm, seed: int, draws: int) -> None:
 
     # One thread per group: operations of one communicator are issued in one order, those of different ones in any.
     pools = [ThreadPoolExecutor(1, initializer=begin) for _ in groups]
+    # A stream runs what it has in order of issue. All ranks issue on it in the same order, or two groups would wait for
+    # each other.
+    last_on: list[Any] = [None] * len(streams)
     for turn in range(draws):
         which = dice.randrange(len(groups))
         draw = dice.choice(OPS)
@@ -302,7 +307,9 @@ def run_random(comm: to.TorchComm, seed: int, draws: int) -> None:
         what = f"{turn}: {draw.__name__} of {problem.numel} {problem.dtype}, {problem.op}, group {which}, "
         what += f"window of {dtypes[which]}, "
         what += f"streams {first} and {second}"
-        pending.append((what, streams[second], pools[which].submit(issue, draw, problem, streams[first])))
+        before = last_on[first] if device.type == "cuda" else None
+        last_on[first] = pools[which].submit(issue, draw, problem, streams[first], before)
+        pending.append((what, streams[second], last_on[first]))
         settle(dice.randrange(PENDING))
     settle(0)
     for pool in pools:

@@ -202,6 +202,7 @@ def test_a_whole_step_in_a_graph(mesh, reference, batches, place, how):
     placed = [from_local(t, mesh, place, shape) for t in static]
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):  # recipes, communicators, the optimizer's state
             for model, optimizer in zip(models, optimizers, strict=True):

@@ -246,16 +246,18 @@ def test_the_recorder_names_the_way(make_comm, comm):
             on.all_gather_single(out[: 1001 * comm.get_size()], x[:1001], async_op=False)
             on.all_gather_single(out[: 1024 * comm.get_size()], x[:1024], async_op=False)
 
+    small = "ll"
     if comm.get_size() > 4:
         large = medium = "nccl"
     elif torch.cuda.get_device_capability()[0] >= 9:
         large = medium = "ll128"
+        small = "ll128" if comm.get_size() == 2 else "ll"
     else:
         large, medium = (algorithm_used(comm),) * 2 if comm.get_size() == 2 else ("two_shot", "simple")
-    assert algorithms(calls) == ["nccl"] * 4 + [large, medium, "ll", "ll"]
+    assert algorithms(calls) == ["nccl"] * 4 + [large, medium, small, small]
     windows = [on.new_window(t) for on in (zero, auto) for t in (x, out)]
     name = "zero_copy"
-    found = [name, name, "nccl", name, large, medium, "ll", "ll"]  # the hint, and "auto" unchanged
+    found = [name, name, "nccl", name, large, medium, small, small]  # the hint, and "auto" unchanged
     assert algorithms(calls) == found
     for window in windows:
         window.tensor_deregister()
