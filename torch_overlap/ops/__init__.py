@@ -75,16 +75,20 @@ if TYPE_CHECKING:
     )
     from torch_overlap.ops.fused import (
         all_gather_matmul,
-        all_reduce_rms_norm,
         all_to_all_matmul,
         bulk_overlap_matmul,
         matmul_all_reduce,
-        matmul_all_reduce_rms_norm,
         matmul_all_to_all,
         matmul_reduce_scatter,
         scaled_all_gather_matmul,
         scaled_matmul_all_reduce,
         scaled_matmul_reduce_scatter,
+    )
+    from torch_overlap.ops.norms import (
+        all_reduce_rms_norm,
+        all_reduce_rms_norm_quantize,
+        matmul_all_reduce_rms_norm,
+        matmul_all_reduce_rms_norm_quantize,
     )
     from torch_overlap.ops.windows import put, signal, wait_signal
 
@@ -96,6 +100,7 @@ __all__ = [
     "all_reduce_",
     "all_reduce_async",
     "all_reduce_rms_norm",
+    "all_reduce_rms_norm_quantize",
     "all_to_all",
     "all_to_all_async",
     "all_to_all_matmul",
@@ -109,6 +114,7 @@ __all__ = [
     "grouped_gemm",
     "matmul_all_reduce",
     "matmul_all_reduce_rms_norm",
+    "matmul_all_reduce_rms_norm_quantize",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "permute",
@@ -134,7 +140,7 @@ __all__ = [
 ]
 
 # Loaded on first access to one of their functions: they register with torch.compile, which imports it.
-_MODULES = ("collectives", "fused", "windows")
+_MODULES = ("collectives", "fused", "norms", "windows")
 
 
 def __getattr__(name: str) -> Any:

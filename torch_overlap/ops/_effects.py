@@ -25,6 +25,8 @@ _COMMUNICATING = (
     "_matmul_all_reduce_backward",
     "all_reduce_rms_norm",
     "matmul_all_reduce_rms_norm",
+    "all_reduce_rms_norm_quantize",
+    "matmul_all_reduce_rms_norm_quantize",
     "all_to_all_matmul",
     "_all_to_all_matmul_backward",
     "matmul_all_to_all",

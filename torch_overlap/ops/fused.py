@@ -126,60 +126,6 @@ def matmul_all_reduce(
     return _ops.matmul_all_reduce(x, weight, bias, *group(comm), reduction(op)[0], algorithm)
 
 
-def matmul_all_reduce_rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    comm: TorchComm,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    algorithm: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """Computes h = residual + all_reduce(x weight^T) + bias, and rms_norm(h) * norm_weight: the end of a layer when
-    decoding.
-
-    "sequential" over NCCL on sm_90 with few tokens (at most 1 MiB of h, with more than four ranks 256 KiB) runs the
-    sum, the residual and the norm as one kernel, which rounds h once. Otherwise a kernel for the norm, or two of
-    torch's, follows the sum.
-
-    Args:
-        x: [..., k] with two or more dimensions, the same shape on all ranks.
-        weight: [n, k].
-        residual: [..., n], equal on all ranks.
-        norm_weight: [n], equal on all ranks.
-        bias: [n], added once.
-        eps: added to the mean of squares.
-        algorithm: as for `matmul_all_reduce`.
-
-    Returns: (rms_norm(h) * norm_weight, h), both [..., n] of the dtype of x, which all operands have. The norm is that
-    of the returned h.
-
-    Gradient: through `matmul_all_reduce` and torch's rms_norm. torch.autocast casts all operands.
-    """
-    return _ops.matmul_all_reduce_rms_norm(x, weight, bias, residual, norm_weight, *group(comm), eps, algorithm)
-
-
-def all_reduce_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, comm: TorchComm, bias: Tensor | None = None, *, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    """Computes h = residual + all_reduce(x) + bias, and rms_norm(h) * weight, in one operation.
-
-    Like `matmul_all_reduce_rms_norm`, with x in place of the ranks' products.
-
-    Args:
-        x: [..., n], the same shape on all ranks.
-        residual: [..., n], equal on all ranks.
-        weight: [n], of the norm, equal on all ranks.
-        bias: [n], added once.
-        eps: added to the mean of squares.
-
-    Returns: (rms_norm(h) * weight, h), both [..., n] of the dtype of x, which all operands have.
-    """
-    return _ops.all_reduce_rms_norm(x, residual, weight, bias, *group(comm), eps)
-
-
 def all_to_all_matmul(
     x: Tensor, weight: Tensor, comm: TorchComm, bias: Tensor | None = None, *, algorithm: str = "auto"
 ) -> Tensor:

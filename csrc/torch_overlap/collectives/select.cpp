@@ -220,32 +220,42 @@ bool is_two_shot_possible(const CollectiveProblem& problem) {
   return problem.kind == CollectiveKind::all_reduce && problem.size > 2;
 }
 
-// Plans a cluster of blocks per row, with one chunk per block. Returns an empty plan if a row does
-// not fit.
-CollectivePlan plan_row_blocks(Protocol protocol, size_t rows, size_t units, bool is_even,
-                               int most_blocks, int most_units) {
+// Plans a cluster of blocks per row, with one chunk per block, of a multiple of `granularity`
+// units. Returns an empty plan if a row does not fit. `is_even`: the chunks of a row must be equal.
+CollectivePlan plan_row_blocks(Protocol protocol, size_t rows, size_t units, size_t granularity,
+                               bool is_even, int most_blocks, int most_units) {
   size_t row_blocks = divide_up(units, most_units);
-  while (is_even && row_blocks <= G::kMaxRowBlocks && units % row_blocks != 0) ++row_blocks;
+  while (is_even && row_blocks <= G::kMaxRowBlocks && units % (row_blocks * granularity) != 0) {
+    ++row_blocks;
+  }
   if (row_blocks > G::kMaxRowBlocks) return {};
+  const size_t chunk = divide_up(divide_up(units, row_blocks), granularity) * granularity;
+  row_blocks = divide_up(units, chunk);
   const auto clusters = std::min<size_t>(rows, most_blocks / row_blocks);
   return {.protocol = protocol,
           .blocks = static_cast<int>(clusters * row_blocks),
-          .chunk = static_cast<uint32_t>(divide_up(units, row_blocks)),
+          .chunk = static_cast<uint32_t>(chunk),
           .row_blocks = static_cast<int>(row_blocks)};
 }
+
+// Units of chunks that end where a block of scales does, for elements of two bytes.
+constexpr size_t kLLUnitsOfScales = 64;  // 384 elements, three blocks
+constexpr size_t kVectorsOfScales = 16;  // one block
 
 // LL: the last packet of a row may be partly filled. Simple: vectors do not cross rows, so a row is
 // divided into equal chunks.
 CollectivePlan plan_rows(const CollectiveProblem& problem, Protocol protocol) {
   const size_t rows = problem.bytes / problem.row_bytes;
+  const bool has_blocks = problem.norm_scaling == NormScaling::block;
   if (protocol == Protocol::ll) {
     return plan_row_blocks(protocol, rows, divide_up(problem.row_bytes, problem.ll_data_bytes),
-                           false, std::min(G::max_ll_blocks(problem.size), kBlocksAlone),
-                           G::kLLPackets);
+                           has_blocks ? kLLUnitsOfScales : 1, false,
+                           std::min(G::max_ll_blocks(problem.size), kBlocksAlone), G::kLLPackets);
   }
   if (problem.row_bytes % G::kVectorBytes != 0) return {};
-  return plan_row_blocks(protocol, rows, problem.row_bytes / G::kVectorBytes, true,
-                         max_simple_blocks(problem.size), G::kVectors);
+  return plan_row_blocks(protocol, rows, problem.row_bytes / G::kVectorBytes,
+                         has_blocks ? kVectorsOfScales : 1, true, max_simple_blocks(problem.size),
+                         G::kVectors);
 }
 
 // Plans few blocks with large chunks.

@@ -52,12 +52,22 @@ TORCH_OVERLAP_API CollectiveMode parse_collective_mode(std::string_view text,
                                                        std::string_view what);
 inline constexpr std::string_view kCustomCollectivesHint = "custom_collectives";
 
+// Scales of the e4m3 values to which rows are quantized after their RMSNorm.
+enum class NormScaling : uint8_t {
+  none,    // not quantized
+  tensor,  // one scale, which the caller gives
+  row,     // one scale per row, from its largest magnitude
+  block  // 16-bit rows: one scale per kNormScaleBlock elements of a row, from the largest magnitude
+};
+inline constexpr int kNormScaleBlock = 128;
+
 struct CollectiveProblem {
   CollectiveKind kind;
   int size;              // ranks in the group
   size_t bytes;          // all_reduce, broadcast: the tensor; others: sent from one rank to another
   size_t ll_data_bytes;  // of an LL packet: 8 for a reduction of 8-byte elements, else 12
   size_t row_bytes = 0;  // all_reduce followed by an RMSNorm: bytes of a row; else 0
+  NormScaling norm_scaling = NormScaling::none;
   // False if ranks do not know each other's sizes (splits); `bytes` is then ignored.
   bool is_uniform = true;
   int max_bulk_blocks = 0;  // 0: the GPU has no bulk copies

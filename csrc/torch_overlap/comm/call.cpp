@@ -78,12 +78,15 @@ void Call::detach_tensors() {
     for (at::Tensor& part : tensors->parts) detach(part);
   }
   for (P2POp& op : p2p) detach(op.tensor);
-  if (norm && (norm->residual.requires_grad() || norm->weight.requires_grad() ||
-               (norm->bias.defined() && norm->bias.requires_grad()))) {
+  bool is_norm_in_graph = false;
+  if (norm) {
+    RmsNorm::for_each_tensor(*norm, [&](const at::Tensor& value) {
+      is_norm_in_graph = is_norm_in_graph || (value.defined() && value.requires_grad());
+    });
+  }
+  if (is_norm_in_graph) {
     auto detached = std::make_shared<RmsNorm>(*norm);
-    for (at::Tensor* const value : {&detached->residual, &detached->weight, &detached->bias}) {
-      detach(*value);
-    }
+    RmsNorm::for_each_tensor(*detached, detach);
     norm = std::move(detached);
   }
 }
@@ -99,7 +102,12 @@ void Call::bump_versions(int rank) const {
   switch (primitive) {
     case Primitive::all_reduce:
       bump(tensor);
-      if (norm) bump(norm->residual_out);
+      if (norm) {
+        for (const auto* written :
+             {&norm->residual_out, &norm->quantization.data, &norm->quantization.scale_inv}) {
+          bump(*written);
+        }
+      }
       return;
     case Primitive::reduce_scatter:
     case Primitive::scatter:

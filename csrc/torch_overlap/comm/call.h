@@ -110,11 +110,32 @@ TORCH_OVERLAP_API std::string_view to_string(Primitive primitive);
 // dimension: residual_out = residual + sum + bias, rounded once if the backend supports it, and the
 // tensor becomes residual_out divided by its root mean square, times weight.
 struct RmsNorm {
+  // Quantization of that result, by backends whose quantizes_rms_norm() is true.
+  struct Quantization {
+    NormScaling scaling = NormScaling::none;
+    at::Tensor scale;        // NormScaling::tensor: fp32 [1], the factor of the values
+    at::Tensor data;         // e4m3, shape of the tensor
+    at::Tensor scale_inv;    // fp32; tensor: [1]; row: [rows]; block: [blocks of a row, rows]
+    bool keeps_rows = true;  // if false, the contents of the tensor are then undefined
+  };
+
   at::Tensor residual;      // same shape as the tensor
   at::Tensor residual_out;  // same shape; may be `residual` itself
   at::Tensor weight;        // one element per element of a row
   at::Tensor bias;          // same shape as the weight, or undefined
   double eps = 0;           // added to the mean of squares
+  at::Tensor terms{};       // this rank's terms of the sum; undefined: the tensor holds them
+  Quantization quantization{};
+
+  // Calls `visit` with each tensor, which may be undefined.
+  template <typename Self, typename Visit>
+  static void for_each_tensor(Self& self, const Visit& visit) {
+    for (auto* one :
+         {&self.residual, &self.residual_out, &self.weight, &self.bias, &self.terms,
+          &self.quantization.scale, &self.quantization.data, &self.quantization.scale_inv}) {
+      visit(*one);
+    }
+  }
 };
 
 // One validated operation, with everything that a backend needs to run it. Tensors are contiguous
@@ -182,11 +203,7 @@ void Call::for_each_tensor(const Visit& visit) const {
   visit_rank_tensors(in);
   visit_rank_tensors(out);
   for (const auto& op : p2p) visit_defined(op.tensor);
-  if (norm) {
-    for (const auto* one : {&norm->residual, &norm->residual_out, &norm->weight, &norm->bias}) {
-      visit_defined(*one);
-    }
-  }
+  if (norm) RmsNorm::for_each_tensor(*norm, visit_defined);
   if (const auto* factor = std::get_if<at::Tensor>(&reduce_op.factor())) visit_defined(*factor);
 }
 

@@ -41,6 +41,16 @@ void check_rms_norm(const Checker& check, const at::Tensor& tensor, const RmsNor
     check.no_overlap(norm.weight, written, false, what);
     if (norm.bias.defined()) check.no_overlap(norm.bias, written, false, what);
   }
+  if (norm.terms.defined()) {
+    same_shape(norm.terms, "terms");
+    check.no_overlap(norm.terms, tensor, false, "the tensor");
+    check.no_overlap(norm.terms, norm.residual_out, false, "residual_out");
+  }
+  TORCH_OVERLAP_CHECK(norm.quantization.scaling == NormScaling::none ||
+                          check.members->backend->quantizes_rms_norm(dtype, norm.weight.nbytes()),
+                      kUnsupported, check.op, ": expected rows that the backend quantizes, got ",
+                      dtype, " rows of ", norm.weight.numel(),
+                      " elements. Ask quantizes_rms_norm() first.");
   check.no_overlap(tensor, norm.residual_out, false, "residual_out");
   check.no_overlap(tensor, norm.residual, false, "residual");
   check.no_overlap(norm.residual, norm.residual_out, true, "residual_out");
@@ -77,11 +87,18 @@ WorkPtr TorchComm::all_reduce_rms_norm(const Tensor& tensor, const RmsNorm& norm
   const Checker check = checker("all_reduce_rms_norm");
   check_rms_norm(check, tensor, norm);
   if (!check.members->backend->has_rms_norm()) {
+    if (norm.terms.defined()) tensor.copy_(norm.terms);
     auto work = all_reduce(tensor, ReduceOp(RedOpType::SUM), /*async_op=*/false, options);
     torch_overlap::add_rms_norm(tensor, norm);
     return work;
   }
   return issue(check, norm_call(tensor, norm), /*async_op=*/false, options);
+}
+
+bool TorchComm::quantizes_rms_norm(const Tensor& tensor) const {
+  const Checker check = checker("all_reduce_rms_norm");
+  return check.members->backend->quantizes_rms_norm(
+      tensor.scalar_type(), static_cast<size_t>(tensor.size(-1)) * tensor.element_size());
 }
 
 void TorchComm::add_rms_norm(const Tensor& sum, const RmsNorm& norm) {

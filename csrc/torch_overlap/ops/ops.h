@@ -174,6 +174,53 @@ struct MatmulAllReduceRmsNorm {
 TORCH_OVERLAP_API MatmulAllReduceRmsNorm::Result matmul_all_reduce_rms_norm(
     const MatmulAllReduceRmsNorm& call);
 
+// The same two with the normalized rows as e4m3 values: these, their scale_inv, the rows before the
+// norm, and if `return_norm` the normalized rows, else a tensor of shape [0].
+struct AllReduceRmsNormQuantize {
+  using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  static constexpr const char* kName = "all_reduce_rms_norm_quantize";
+  Tensor x;
+  Tensor residual;
+  Tensor weight;
+  std::optional<Tensor> bias{};
+  std::optional<Tensor> scale{};
+  int64_t scaling_mode = 0;
+  std::string_view comm;
+  int64_t group_size = 1;
+  double eps = 1e-6;
+  bool return_norm = false;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.residual, self.weight, self.bias, self.scale, self.scaling_mode,
+                    self.comm, self.group_size, self.eps, self.return_norm);
+  }
+};
+
+struct MatmulAllReduceRmsNormQuantize {
+  using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  static constexpr const char* kName = "matmul_all_reduce_rms_norm_quantize";
+  Tensor x;
+  Tensor weight;
+  std::optional<Tensor> bias{};
+  Tensor residual;
+  Tensor norm_weight;
+  std::optional<Tensor> scale{};
+  int64_t scaling_mode = 0;
+  std::string_view comm;
+  int64_t group_size = 1;
+  double eps = 1e-6;
+  bool return_norm = false;
+  std::string_view algorithm = "auto";
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.weight, self.bias, self.residual, self.norm_weight, self.scale,
+                    self.scaling_mode, self.comm, self.group_size, self.eps, self.return_norm,
+                    self.algorithm);
+  }
+};
+
 struct AllToAllMatmul {
   using Result = Tensor;
   static constexpr const char* kName = "all_to_all_matmul";

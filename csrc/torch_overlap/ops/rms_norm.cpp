@@ -1,7 +1,11 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rms_norm.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
+#include <functional>
+
+#include "torch_overlap/gemm/quantize.h"
 #include "torch_overlap/ops/autograd.h"
 #include "torch_overlap/ops/matmul_all_reduce.h"
 #include "torch_overlap/ops/rows.h"
@@ -51,21 +55,20 @@ NormResults add_and_norm(const Tensor& sum, const Tensor& residual, const Tensor
   return {std::move(out), std::move(hidden)};
 }
 
-// `rows` holds this rank's terms and becomes the normalized rows.
-void sum_and_norm(const std::shared_ptr<TorchComm>& comm, const Tensor& rows,
-                  const std::optional<Tensor>& bias, const Tensor& residual,
-                  const Tensor& residual_out, const Tensor& norm_weight, double eps) {
-  comm->all_reduce_rms_norm(rows, {.residual = residual.contiguous(),
-                                   .residual_out = residual_out,
-                                   .weight = norm_weight.contiguous(),
-                                   .bias = bias ? bias->contiguous() : Tensor(),
-                                   .eps = eps});
+RmsNorm norm_of(const Tensor& residual, const Tensor& residual_out, const Tensor& norm_weight,
+                const std::optional<Tensor>& bias, double eps) {
+  return {.residual = residual.contiguous(),
+          .residual_out = residual_out,
+          .weight = norm_weight.contiguous(),
+          .bias = bias ? bias->contiguous() : Tensor(),
+          .eps = eps};
 }
 
 // --- all_reduce_rms_norm -------------------------------------------------------------------------
 
-void check_all_reduce(const AllReduceRmsNorm& call) {
-  constexpr std::string_view kOp = AllReduceRmsNorm::kName;
+template <typename Call>
+void check_all_reduce(const Call& call) {
+  constexpr std::string_view kOp = Call::kName;
   const Tensor& x = call.x;
   check_group_size(kOp, call.group_size);
   TORCH_OVERLAP_CHECK(x.dim() >= 1, kValue, kOp,
@@ -80,13 +83,26 @@ void check_all_reduce(const AllReduceRmsNorm& call) {
   }
 }
 
+// Returns the quantization that the backend of the communicator does. None for the plain operators.
+using QuantizationOf = std::function<RmsNorm::Quantization(const TorchComm&)>;
+RmsNorm::Quantization no_quantization(const TorchComm&) { return {}; }
+
+// This and run_matmul() return false if the call only explains its choice (ExplainScope).
+template <typename Call>
+bool run_all_reduce(const Call& call, const Tensor& out, const Tensor& hidden,
+                    const QuantizationOf& quantization_of) {
+  const auto comm = find_comm(Call::kName, call.comm, call.group_size);
+  RmsNorm norm = norm_of(call.residual, hidden, call.weight, call.bias, call.eps);
+  norm.terms = call.x.contiguous();
+  norm.quantization = quantization_of(*comm);
+  comm->all_reduce_rms_norm(out, norm);
+  return true;
+}
+
 NormResults all_reduce_rms_norm_kernel(const AllReduceRmsNorm& call) {
   check_all_reduce(call);
   auto [out, hidden] = results_like(call.x.sym_sizes(), call.x);
-  if (is_shape_only(call.x)) return {std::move(out), std::move(hidden)};
-  const auto comm = find_comm(AllReduceRmsNorm::kName, call.comm, call.group_size);
-  out.copy_(call.x);
-  sum_and_norm(comm, out, call.bias, call.residual, hidden, call.weight, call.eps);
+  if (!is_shape_only(call.x)) run_all_reduce(call, out, hidden, no_quantization);
   return {std::move(out), std::move(hidden)};
 }
 
@@ -104,8 +120,9 @@ NormResults all_reduce_rms_norm_autograd(const AllReduceRmsNorm& call) {
 // --- matmul_all_reduce_rms_norm ------------------------------------------------------------------
 
 // Returns the shape of both results.
-c10::SymDimVector check_matmul(const MatmulAllReduceRmsNorm& call) {
-  constexpr std::string_view kOp = MatmulAllReduceRmsNorm::kName;
+template <typename Call>
+c10::SymDimVector check_matmul(const Call& call) {
+  constexpr std::string_view kOp = Call::kName;
   check_group_size(kOp, call.group_size);
   check_algorithm(kOp, call.algorithm);
   check_row_dim(kOp, call.x, 0, "rows");
@@ -117,7 +134,8 @@ c10::SymDimVector check_matmul(const MatmulAllReduceRmsNorm& call) {
   return shape;
 }
 
-MatmulAllReduce without_norm(const MatmulAllReduceRmsNorm& call) {
+template <typename Call>
+MatmulAllReduce without_norm(const Call& call) {
   return {.x = call.x,
           .weight = call.weight,
           .bias = call.bias,
@@ -146,27 +164,32 @@ std::optional<Algorithm> choose_with_norm(const ReduceProduct& product,
   return chosen;
 }
 
-NormResults matmul_all_reduce_rms_norm_kernel(const MatmulAllReduceRmsNorm& call) {
-  auto [out, hidden] = results_like(check_matmul(call), call.x);
-  NormResults results{out, hidden};
-  if (is_shape_only(call.x)) return results;
-  const auto comm = find_comm(MatmulAllReduceRmsNorm::kName, call.comm, call.group_size);
+template <typename Call>
+bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
+                const QuantizationOf& quantization_of) {
+  const auto comm = find_comm(Call::kName, call.comm, call.group_size);
   ReduceProduct product = product_of(without_norm(call), comm, out);
   const auto algorithm = choose_with_norm(product, call.algorithm);
-  if (!algorithm) return results;
-  if (algorithm != Algorithm::sequential) {
+  if (!algorithm) return false;
+  const bool is_sequential = algorithm == Algorithm::sequential;
+  RmsNorm norm = norm_of(call.residual, hidden, call.norm_weight,
+                         is_sequential ? call.bias : std::nullopt, call.eps);
+  norm.quantization = quantization_of(*comm);
+  if (!is_sequential) {
     run(product, *algorithm);
-    comm->add_rms_norm(out, {.residual = call.residual.contiguous(),
-                             .residual_out = hidden,
-                             .weight = call.norm_weight.contiguous(),
-                             .bias = {},
-                             .eps = call.eps});
-    return results;
+    comm->add_rms_norm(out, norm);
+    return true;
   }
   product.gemm.out = product.out;
-  Product(MatmulAllReduceRmsNorm::kName, std::move(product.gemm)).run();
-  sum_and_norm(comm, out, call.bias, call.residual, hidden, call.norm_weight, call.eps);
-  return results;
+  Product(Call::kName, std::move(product.gemm)).run();
+  comm->all_reduce_rms_norm(out, norm);
+  return true;
+}
+
+NormResults matmul_all_reduce_rms_norm_kernel(const MatmulAllReduceRmsNorm& call) {
+  auto [out, hidden] = results_like(check_matmul(call), call.x);
+  if (!is_shape_only(call.x)) run_matmul(call, out, hidden, no_quantization);
+  return {std::move(out), std::move(hidden)};
 }
 
 NormResults matmul_all_reduce_rms_norm_autograd(const MatmulAllReduceRmsNorm& call) {
@@ -177,6 +200,74 @@ NormResults matmul_all_reduce_rms_norm_autograd(const MatmulAllReduceRmsNorm& ca
   check_matmul(call);
   return add_and_norm(ops::matmul_all_reduce(without_norm(call)), call.residual, call.norm_weight,
                       call.eps);
+}
+
+// --- Quantized rows ------------------------------------------------------------------------------
+
+NormScaling norm_scaling(ScalingMode mode) {
+  switch (mode) {
+    case ScalingMode::DELAYED_TENSOR_SCALING:
+      return NormScaling::tensor;
+    case ScalingMode::ROW_SCALING:
+      return NormScaling::row;
+    case ScalingMode::BLOCK_1D_SCALING:
+      return NormScaling::block;
+    default:
+      return NormScaling::none;
+  }
+}
+
+template <typename Call>
+void check_scale_of(const Call& call, ScalingMode mode) {
+  const bool takes_scale = mode == ScalingMode::DELAYED_TENSOR_SCALING;
+  TORCH_OVERLAP_CHECK(call.scale.has_value() == takes_scale, kValue, Call::kName, ": expected ",
+                      takes_scale ? "a scale" : "no scale", " for ", to_string(mode), ", got ",
+                      takes_scale ? "none" : "one",
+                      takes_scale ? ". Pass the factor of the values."
+                                  : ", which computes its own. Use DELAYED_TENSOR_SCALING.");
+  if (takes_scale) check_scale(Call::kName, call.x, *call.scale);
+}
+
+// `run` is run_all_reduce() or run_matmul(). Where the backend has no kernel for the quantization,
+// it follows as an operation of its own, with the same values.
+template <typename Call, typename Run>
+typename Call::Result quantize_rows(const Call& call, c10::SymIntArrayRef shape, const Run& run) {
+  const QuantizeOptions options{.scaling = scaling_mode(Call::kName, call.scaling_mode)};
+  check_scale_of(call, options.scaling);
+  auto [out, hidden] = results_like(shape, call.x);
+  auto quantized = empty_quantized(Call::kName, out, options);
+  const auto results = [&] {
+    auto norm = call.return_norm ? out : at::empty({0}, out.options());
+    return typename Call::Result{quantized.data, quantized.scale_inv, hidden, std::move(norm)};
+  };
+  if (is_shape_only(call.x)) return results();
+  bool is_quantized = false;
+  const auto quantization_of = [&](const TorchComm& comm) -> RmsNorm::Quantization {
+    const NormScaling scaling = norm_scaling(options.scaling);
+    is_quantized = scaling != NormScaling::none && out.numel() > 0 && comm.quantizes_rms_norm(out);
+    if (!is_quantized) return {};
+    return {.scaling = scaling,
+            .scale = call.scale.value_or(Tensor()),
+            .data = quantized.data,
+            .scale_inv = quantized.scale_inv,
+            .keeps_rows = call.return_norm};
+  };
+  if (run(call, out, hidden, quantization_of) && !is_quantized) {
+    quantized = call.scale ? quantize_delayed(Call::kName, out, *call.scale, options).first
+                           : quantize(Call::kName, out, options);
+  }
+  return results();
+}
+
+AllReduceRmsNormQuantize::Result all_reduce_rms_norm_quantize_kernel(
+    const AllReduceRmsNormQuantize& call) {
+  check_all_reduce(call);
+  return quantize_rows(call, call.x.sym_sizes(), run_all_reduce<AllReduceRmsNormQuantize>);
+}
+
+MatmulAllReduceRmsNormQuantize::Result matmul_all_reduce_rms_norm_quantize_kernel(
+    const MatmulAllReduceRmsNormQuantize& call) {
+  return quantize_rows(call, check_matmul(call), run_matmul<MatmulAllReduceRmsNormQuantize>);
 }
 
 }  // namespace
@@ -194,6 +285,8 @@ TORCH_OVERLAP_AUTOGRAD(AllReduceRmsNorm, all_reduce_rms_norm_autograd)
 TORCH_OVERLAP_OPERATOR(MatmulAllReduceRmsNorm, matmul_all_reduce_rms_norm_kernel)
 TORCH_OVERLAP_AUTOGRAD(MatmulAllReduceRmsNorm, matmul_all_reduce_rms_norm_autograd)
 TORCH_OVERLAP_AUTOCAST(MatmulAllReduceRmsNorm)
+TORCH_OVERLAP_OPERATOR(AllReduceRmsNormQuantize, all_reduce_rms_norm_quantize_kernel)
+TORCH_OVERLAP_OPERATOR(MatmulAllReduceRmsNormQuantize, matmul_all_reduce_rms_norm_quantize_kernel)
 
 }  // namespace torch_overlap::ops
 
@@ -207,4 +300,22 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
       " Tensor norm_weight, str comm, int group_size, float eps=1e-06, str algorithm=\"auto\")"
       " -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
+  m.def(
+      "all_reduce_rms_norm_quantize(Tensor x, Tensor residual, Tensor weight, Tensor? bias,"
+      " Tensor? scale, int scaling_mode, str comm, int group_size, float eps=1e-06,"
+      " bool return_norm=False) -> (Tensor data, Tensor scale_inv, Tensor residual_out, Tensor "
+      "norm)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "matmul_all_reduce_rms_norm_quantize(Tensor x, Tensor weight, Tensor? bias,"
+      " Tensor residual, Tensor norm_weight, Tensor? scale, int scaling_mode, str comm,"
+      " int group_size, float eps=1e-06, bool return_norm=False, str algorithm=\"auto\")"
+      " -> (Tensor data, Tensor scale_inv, Tensor residual_out, Tensor norm)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+// Their results are 8-bit values, which have no gradient: a backward pass raises an error.
+TORCH_OVERLAP_KERNELS(Autograd, m) {
+  m.impl("all_reduce_rms_norm_quantize", torch::autograd::autogradNotImplementedFallback());
+  m.impl("matmul_all_reduce_rms_norm_quantize", torch::autograd::autogradNotImplementedFallback());
 }

@@ -485,6 +485,32 @@ TEST(PlanNorm, ClustersHaveWholeRows) {
   }
 }
 
+TEST(PlanNorm, ChunksOfRowsWithBlocksOfScalesHaveWholeBlocks) {
+  for (int size = 2; size <= G::kMaxRanks; ++size) {
+    for (const size_t elements : {64, 128, 1024, 4096, 5120, 7168, 8192, 12288}) {
+      for (const size_t element_bytes : {2, 4}) {
+        for (const CollectiveMode mode : {CollectiveMode::ll, CollectiveMode::simple}) {
+          auto problem = problem_of(CollectiveKind::all_reduce, size, 3 * elements * element_bytes);
+          problem.row_bytes = elements * element_bytes;
+          problem.norm_scaling = NormScaling::block;
+          const auto plan = plan_collective(problem, mode);
+          if (plan.row_blocks == 0) continue;
+          const size_t chunk_bytes = plan.chunk * (mode == CollectiveMode::ll ? 12 : 16);
+          EXPECT_EQ(chunk_bytes % (kNormScaleBlock * element_bytes), 0);
+          EXPECT_GE(plan.row_blocks * chunk_bytes, problem.row_bytes);
+          EXPECT_LT((plan.row_blocks - 1) * chunk_bytes, problem.row_bytes);
+        }
+      }
+    }
+  }
+  // Rows with no whole number of blocks: LL, or only the sum.
+  auto problem = problem_of(CollectiveKind::all_reduce, 2, 4000);
+  problem.row_bytes = 400;
+  problem.norm_scaling = NormScaling::block;
+  EXPECT_EQ(plan_collective(problem, CollectiveMode::ll).row_blocks, 1);
+  EXPECT_EQ(plan_collective(problem, CollectiveMode::simple).row_blocks, 0);
+}
+
 TEST(PlanNorm, SmallMessagesAloneAndWhatFits) {
   EXPECT_EQ(norm_plan(4, 16, 16384, CollectiveMode::automatic).protocol, Protocol::ll);
   EXPECT_EQ(norm_plan(4, 16, 16384, CollectiveMode::automatic).row_blocks, 6);

@@ -277,3 +277,21 @@ def test_empty_tensors_go_through_every_operation(comm):
     comm.gather([empty() for _ in range(size)] if rank == 0 else [], empty(), 0, False)
     comm.barrier(async_op=True).wait()
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS[:4], *COMPLEX], ids=str)
+@pytest.mark.parametrize("count", [1, 1000, 200_003, 1_000_001])
+def test_a_factor_on_one_rank(comm, seed, dtype, count):
+    """In a group of one rank too, every element is multiplied."""
+    alone = comm.split([comm.get_rank()])
+    x = everybodys(seed, 1, count, dtype)[0].cuda()
+    given = torch.full((1,), 0.25, device="cuda", dtype=dtype.to_real())
+    for factor in (0.25, given):
+        op = to.ReduceOp.PREMUL_SUM(factor)
+        summed, reduced, scattered = x.clone(), x.clone(), torch.empty_like(x)
+        alone.all_reduce(summed, op, async_op=False)
+        alone.reduce(reduced, 0, op, async_op=False)
+        alone.reduce_scatter_single(scattered, x, op, async_op=False)
+        for result in (summed, reduced, scattered):
+            assert torch.equal(result, x * 0.25)
+    alone.finalize()

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "torch_overlap/collectives/geometry.h"
+#include "torch_overlap/collectives/select.h"
 #include "torch_overlap/symm/cuda/wait_record.h"
 
 // Collective kernels over peer-mapped memory: docs/design/kernels.md.
@@ -107,7 +108,7 @@ struct LaunchConfig {
   unsigned int shared_bytes = 0;  // dynamic, in addition to the kernel's static shared memory
 };
 
-// RMSNorm (comm/call.h) of rows of `row_bytes`, in the kernel of an all_reduce or after it.
+// RMSNorm (comm/call.h) of `rows` rows of `row_bytes`, in the kernel of an all_reduce or after it.
 struct NormParams {
   const char* residual;
   char* residual_out;
@@ -115,7 +116,14 @@ struct NormParams {
   const char* bias;  // may be null
   float eps;
   uint64_t row_bytes;
+  uint64_t rows;
   uint32_t row_blocks;  // CollectivePlan::row_blocks
+  // Quantization of the normalized rows of a 16-bit type, which are stored too if `keeps_rows`.
+  NormScaling scaling;
+  bool keeps_rows;
+  const float* scale;  // NormScaling::tensor: the factor of the values
+  uint8_t* quantized;  // e4m3 [rows, elements]
+  float* scale_inv;    // tensor: [1]; row: [rows]; block: [blocks of a row, rows]
 };
 
 // Copies send[r] to rank r and receives recv[r] from rank r. The own part is copied if the two
@@ -162,9 +170,9 @@ cudaError_t launch_ll_norm(ReductionType type, const CollectiveParams& params,
                            const NormParams& norm, const LaunchConfig& launch);
 cudaError_t launch_simple_norm(ReductionType type, const CollectiveParams& params,
                                const NormParams& norm, const LaunchConfig& launch);
-// Normalizes `count` rows of sums, without communication. Requires supports_rms_norm().
+// Normalizes rows of sums in place, without communication. Requires supports_rms_norm().
 bool supports_rms_norm(ReductionType type, uint64_t row_bytes);
-cudaError_t launch_norm(ReductionType type, char* rows, uint32_t count, const NormParams& norm,
+cudaError_t launch_norm(ReductionType type, char* rows, const NormParams& norm,
                         cudaStream_t stream);
 
 // Sets `has` if the code for the current device was compiled for sm_90 or newer. On any device the

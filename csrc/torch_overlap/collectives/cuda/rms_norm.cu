@@ -1,5 +1,6 @@
-// all_reduce with a residual and an RMSNorm in the same kernel. A cluster of blocks processes a
-// row: the blocks exchange their sums of squares while the row stays in registers.
+// all_reduce with a residual, an RMSNorm and the quantization of its result in the same kernel. A
+// cluster of blocks processes a row: the blocks exchange their sums of squares while the row stays
+// in registers.
 #include "torch_overlap/collectives/cuda/ll_device.h"
 #include "torch_overlap/collectives/cuda/rms_norm_device.h"
 #include "torch_overlap/collectives/cuda/simple_device.h"
@@ -7,13 +8,14 @@
 namespace torch_overlap::cuda {
 namespace {
 
-template <typename T, typename Case>
+template <typename T, typename Case, bool kQuantizes>
 __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
     ll_norm_kernel(const __grid_constant__ CollectiveParams p,
                    const __grid_constant__ NormParams n) {
   constexpr int kWords = kLLWords<T>;
   constexpr int kData = kWords * 4;
   __shared__ RowSums sums;
+  [[maybe_unused]] __shared__ RowMaxima maxima;
   arrive_in_cluster();
   const LLState state = begin_ll<Case>(p);
   const auto packet = static_cast<uint32_t>(threadIdx.x);
@@ -25,7 +27,7 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
   uint32_t round = 0;
   for (uint32_t chunk = blockIdx.x; chunk < p.max_chunks; chunk += gridDim.x, ++round) {
     const uint64_t at = uint64_t{chunk / n.row_blocks} * n.row_bytes + column;
-    RowPart<T, kWords> part;
+    RowPart<T, kWords> part[1];
     Words<kWords> weight{};
     if (is_good && has_packet) {
       const auto own = load_words<Case, kWords>(p.send[p.rank] + at, valid);
@@ -42,27 +44,34 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
       weight = load_words<Case, kWords>(n.weight + column, valid);
       LLPacketView seen[Case::kMaxRanks];
       is_good = !receive_ll<Case>(p, state, round, [](int) { return true; }, seen);
-      part.start(sum_of_ll_packets<T, Case, kWords>(p, own, seen));
-      part.add(residual);
-      part.add(bias);
-      part.round();
-      store_words<Case>(n.residual_out + at, part.rounded(), valid);
+      part[0].start(sum_of_ll_packets<T, Case, kWords>(p, own, seen));
+      part[0].add(residual);
+      part[0].add(bias);
+      part[0].round();
+      store_words<Case>(n.residual_out + at, part[0].rounded(), valid);
     }
-    float squares = part.squares();
+    float squares = part[0].squares();
     is_good = sum_of_row(sums, n.row_blocks, round, is_good, squares);
     if (!is_good) break;
-    const float scale = scale_of(squares, n.row_bytes / sizeof(T), n.eps);
-    if (has_packet) store_words<Case>(p.recv[0] + at, part.normed(scale, weight), valid);
+    part[0].norm(scale_of(squares, n.row_bytes / sizeof(T), n.eps), weight);
+    if (has_packet && n.keeps_rows) store_words<Case>(p.recv[0] + at, part[0].rounded(), valid);
+    if constexpr (kQuantizes) {
+      const uint64_t first_of_block = (column - packet * kData) / sizeof(T);
+      const uint64_t first = has_packet ? column / sizeof(T) : ~0ULL;
+      quantize_row(maxima, n, chunk / n.row_blocks, first_of_block, round, part,
+                   [&](int) { return first; });
+    }
   }
   end_ll<Case>(p, state);
 }
 
-template <typename T, typename Case>
+template <typename T, typename Case, bool kQuantizes>
 __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
     simple_norm_kernel(const __grid_constant__ CollectiveParams p,
                        const __grid_constant__ NormParams n) {
   constexpr int kVectorsPerThread = G::kVectors / G::kThreads;
   __shared__ RowSums sums;
+  [[maybe_unused]] __shared__ RowMaxima maxima;
   arrive_in_cluster();
   exchange<Case>(p, [&](const BlockState& state, uint32_t chunk, uint32_t round, bool is_good) {
     const uint64_t first = uint64_t{chunk} * p.chunk;
@@ -110,8 +119,17 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
     for (int j = 0; j < kVectorsPerThread; ++j) {
       const uint32_t i = index(j);
       if (i == ~0U) continue;
-      store_words<Case>(p.recv[0] + (first + i) * kVector, part[j].normed(scale, weight[j]),
-                        kVector);
+      part[j].norm(scale, weight[j]);
+      if (!n.keeps_rows) continue;
+      store_words<Case>(p.recv[0] + (first + i) * kVector, part[j].rounded(), kVector);
+    }
+    if constexpr (kQuantizes) {
+      constexpr uint64_t kElements = RowPart<T, 4>::kElements;
+      quantize_row(maxima, n, chunk / n.row_blocks, first_of_row * kElements, round, part,
+                   [&](int j) {
+                     const uint32_t i = index(j);
+                     return i == ~0U ? ~0ULL : (first_of_row + i) * kElements;
+                   });
     }
     return true;
   });
@@ -119,13 +137,16 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
 
 // --- Launching -----------------------------------------------------------------------------------
 
-// Calls `act(T{}, Case{})`.
+// Calls `act(T{}, Case{}, quantizes)`, the last as a type.
 template <typename Act>
 cudaError_t for_norm(ReductionType type, const CollectiveParams& params, const NormParams& norm,
                      size_t unit, const Act& act) {
   const bool is_fast_path = is_unit_aligned(params, unit) && is_norm_unit_aligned(norm, unit);
   return for_norm_type(type, [&](auto zero) {
-    return for_case(params, is_fast_path, [&](auto which) { return act(zero, which); });
+    return for_case(params, is_fast_path, [&](auto which) {
+      return for_quantization<decltype(zero)>(
+          norm, [&](auto quantizes) { return act(zero, which, quantizes); });
+    });
   });
 }
 
@@ -135,15 +156,19 @@ constexpr size_t kWordBytes = 4;
 
 cudaError_t launch_ll_norm(ReductionType type, const CollectiveParams& params,
                            const NormParams& norm, const LaunchConfig& launch) {
-  return for_norm(type, params, norm, kWordBytes, [&](auto zero, auto which) {
-    return launch_kernel(ll_norm_kernel<decltype(zero), decltype(which)>, launch, params, norm);
+  return for_norm(type, params, norm, kWordBytes, [&](auto zero, auto which, auto quantizes) {
+    return launch_kernel(
+        ll_norm_kernel<decltype(zero), decltype(which), decltype(quantizes)::value>, launch, params,
+        norm);
   });
 }
 
 cudaError_t launch_simple_norm(ReductionType type, const CollectiveParams& params,
                                const NormParams& norm, const LaunchConfig& launch) {
-  return for_norm(type, params, norm, kVector, [&](auto zero, auto which) {
-    return launch_kernel(simple_norm_kernel<decltype(zero), decltype(which)>, launch, params, norm);
+  return for_norm(type, params, norm, kVector, [&](auto zero, auto which, auto quantizes) {
+    return launch_kernel(
+        simple_norm_kernel<decltype(zero), decltype(which), decltype(quantizes)::value>, launch,
+        params, norm);
   });
 }
 
@@ -152,8 +177,14 @@ cudaError_t load_norm_kernels() {
     const cudaError_t status = for_norm_type(type, [](auto zero) {
       using T = decltype(zero);
       return load_cases([](auto which) {
-        const cudaError_t status = load_kernel(ll_norm_kernel<T, decltype(which)>);
-        return status == cudaSuccess ? load_kernel(simple_norm_kernel<T, decltype(which)>) : status;
+        using Case = decltype(which);
+        cudaError_t status = load_kernel(ll_norm_kernel<T, Case, false>);
+        if (status == cudaSuccess) status = load_kernel(simple_norm_kernel<T, Case, false>);
+        if constexpr (sizeof(T) == 2) {
+          if (status == cudaSuccess) status = load_kernel(ll_norm_kernel<T, Case, true>);
+          if (status == cudaSuccess) status = load_kernel(simple_norm_kernel<T, Case, true>);
+        }
+        return status;
       });
     });
     if (status != cudaSuccess) return status;

@@ -2,6 +2,7 @@
 
 // Rows in registers, and sums over the blocks of a cluster. For .cu files.
 #include "torch_overlap/collectives/cuda/protocol_device.h"
+#include "torch_overlap/common/cuda/float8_device.h"
 
 namespace torch_overlap::cuda {
 
@@ -31,27 +32,27 @@ class RowPart {
     for (int i = 0; i < kElements; ++i) sum += at_[i] * at_[i];
     return sum;
   }
+  // Requires round() or norm() before.
   __device__ __forceinline__ Words<kWords> rounded() const {
-    return packed([this](int i) { return at_[i]; });
+    T elements[kElements];
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) elements[i] = narrow<T>(at_[i]);
+    Words<kWords> words;
+    std::memcpy(words.at, elements, sizeof(words.at));
+    return words;
   }
-  __device__ __forceinline__ Words<kWords> normed(float scale, const Words<kWords>& weight) const {
-    return packed([&](int i) { return at_[i] * scale * element(weight, i); });
+  __device__ __forceinline__ void norm(float scale, const Words<kWords>& weight) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) at_[i] = at_[i] * scale * element(weight, i);
+    round();
   }
+  __device__ __forceinline__ float value(int i) const { return at_[i]; }
 
  private:
   __device__ __forceinline__ static float element(const Words<kWords>& words, int i) {
     T value;
     std::memcpy(&value, reinterpret_cast<const char*>(words.at) + i * sizeof(T), sizeof(T));
     return widen(value);
-  }
-  template <typename Get>
-  __device__ __forceinline__ static Words<kWords> packed(const Get& get) {
-    T elements[kElements];
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) elements[i] = narrow<T>(get(i));
-    Words<kWords> words;
-    std::memcpy(words.at, elements, sizeof(words.at));
-    return words;
   }
 
   float at_[kElements] = {};
@@ -139,6 +140,164 @@ __device__ __forceinline__ bool sum_of_row(RowSums& sums, uint32_t blocks, uint3
   return is_good;
 }
 
+// --- Quantization --------------------------------------------------------------------------------
+
+// A block of threads holds at most this many scales of a row: norm_kernel, with whole rows of
+// 16-bit elements, has the most.
+inline constexpr int kMaxVectorsPerThread = 8;
+inline constexpr int kMaxNormScales =
+    kMaxVectorsPerThread * G::kThreads * G::kVectorBytes / 2 / kNormScaleBlock;
+
+// Largest magnitudes of normalized rows, as in float8_device.h. In shared memory.
+struct RowMaxima {
+  uint32_t of_warp[kWarps];
+  uint32_t of_block[2][G::kMaxRowBlocks];  // as in RowSums
+  uint32_t of_scale[kMaxNormScales];
+};
+
+// Returns the largest value of a row, on all threads of its blocks.
+__device__ __forceinline__ uint32_t largest_of_row(RowMaxima& maxima, uint32_t blocks,
+                                                   uint32_t round, uint32_t value) {
+  value = __reduce_max_sync(~0U, value);
+  if (threadIdx.x % kWarp == 0) maxima.of_warp[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  value = 0;
+  for (uint32_t warp = 0; warp < blockDim.x / kWarp; ++warp) {
+    value = max(value, maxima.of_warp[warp]);
+  }
+  if (blocks == 1) return value;
+  uint32_t* const of_block = maxima.of_block[round % 2];
+  if (threadIdx.x < blocks) store_in_cluster(&of_block[blockIdx.x % blocks], threadIdx.x, value);
+  arrive_in_cluster();
+  wait_for_cluster();
+  for (uint32_t block = 0; block < blocks; ++block) value = max(value, of_block[block]);
+  return value;
+}
+
+// Stores the first `valid` bytes.
+template <int kBytes>
+__device__ __forceinline__ void store_bytes(uint8_t* to, const uint8_t* bytes, uint64_t valid) {
+  if constexpr (kBytes == 8) {
+    if (valid >= kBytes && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
+      uint2 all;
+      std::memcpy(&all, bytes, sizeof(all));
+      *reinterpret_cast<uint2*>(to) = all;
+      return;
+    }
+  }
+  if (kBytes % 2 == 0 && valid >= kBytes && reinterpret_cast<uintptr_t>(to) % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < kBytes; i += 2) {
+      reinterpret_cast<uint16_t*>(to)[i / 2] = static_cast<uint16_t>(bytes[i] | bytes[i + 1] << 8);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kBytes; ++i) {
+    if (i < valid) to[i] = bytes[i];
+  }
+}
+
+// Quantizes a normalized row. parts[j] of this thread begins at element first_of(j) of the row; it
+// has none if that is not less than the elements of the row. The threads of a block hold elements
+// from `first_of_block` on, and in all a multiple of kNormScaleBlock unless the row ends. All
+// threads of the row's blocks call this after sum_of_row() of the same round.
+template <typename T, int kWords, int kParts, typename FirstOf>
+__device__ __forceinline__ void quantize_row(RowMaxima& maxima, const NormParams& n, uint64_t row,
+                                             uint64_t first_of_block, uint32_t round,
+                                             const RowPart<T, kWords> (&parts)[kParts],
+                                             const FirstOf& first_of) {
+  constexpr int kElements = RowPart<T, kWords>::kElements;
+  const uint64_t elements = n.row_bytes / sizeof(T);
+  const uint64_t first_scale = first_of_block / kNormScaleBlock;
+
+  // A part has elements of at most two blocks of scales: those before element next_scale(first),
+  // and the others.
+  const auto next_scale = [](uint64_t first) {
+    return (first / kNormScaleBlock + 1) * kNormScaleBlock;
+  };
+  struct Largest {
+    uint32_t before = 0;
+    uint32_t after = 0;
+  };
+  const auto largest_of = [&](int j) {
+    Largest largest;
+    const uint64_t next = next_scale(first_of(j));
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      const uint64_t at = first_of(j) + i;
+      if (at >= elements) continue;
+      const uint32_t magnitude = __float_as_uint(fabsf(parts[j].value(i)));
+      uint32_t& of = at < next ? largest.before : largest.after;
+      of = max(of, magnitude);
+    }
+    return largest;
+  };
+  const auto store = [&](int j, float before, float after) {
+    const uint64_t first = first_of(j);
+    const uint64_t next = next_scale(first);
+    uint8_t bytes[kElements + kElements % 2];
+    const auto scaled = [&](int i) {
+      return i < kElements ? __fmul_rn(parts[j].value(i), first + i < next ? before : after) : 0.0F;
+    };
+#pragma unroll
+    for (int i = 0; i < kElements; i += 2) {
+      const uint32_t both = to_fp8x2<false>(scaled(i), scaled(i + 1));
+      bytes[i] = static_cast<uint8_t>(both);
+      bytes[i + 1] = static_cast<uint8_t>(both >> 8);
+    }
+    store_bytes<kElements>(n.quantized + row * elements + first, bytes, elements - first);
+  };
+
+  if (n.scaling == NormScaling::block) {
+    for (uint32_t i = threadIdx.x; i < kMaxNormScales; i += blockDim.x) maxima.of_scale[i] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kParts; ++j) {
+      if (first_of(j) >= elements) continue;
+      const Largest largest = largest_of(j);
+      uint32_t* const of = maxima.of_scale + (first_of(j) / kNormScaleBlock - first_scale);
+      atomicMax(of, largest.before);
+      if (largest.after != 0) atomicMax(of + 1, largest.after);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kParts; ++j) {
+      const uint64_t first = first_of(j);
+      if (first >= elements) continue;
+      const uint64_t scale = first / kNormScaleBlock;
+      const uint32_t* const of = maxima.of_scale + (scale - first_scale);
+      const bool has_next = min(first + kElements, elements) > next_scale(first);
+      const float before = scale_from_amax<false>(of[0], false);
+      const float after = has_next ? scale_from_amax<false>(of[1], false) : 0.0F;
+      store(j, before, after);
+      if (first % kNormScaleBlock == 0) n.scale_inv[scale * n.rows + row] = __frcp_rn(before);
+      if (has_next) n.scale_inv[(scale + 1) * n.rows + row] = __frcp_rn(after);
+    }
+    return;
+  }
+  float scale;
+  if (n.scaling == NormScaling::row) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int j = 0; j < kParts; ++j) {
+      if (first_of(j) >= elements) continue;
+      const Largest of_part = largest_of(j);
+      largest = max(largest, max(of_part.before, of_part.after));
+    }
+    scale = scale_from_amax<false>(largest_of_row(maxima, n.row_blocks, round, largest), false);
+  } else {
+    scale = *n.scale;
+  }
+#pragma unroll
+  for (int j = 0; j < kParts; ++j) {
+    if (first_of(j) >= elements) continue;
+    store(j, scale, scale);
+    const bool writes_scale = n.scaling == NormScaling::row || row == 0;
+    if (first_of(j) == 0 && writes_scale) n.scale_inv[row] = __frcp_rn(scale);
+  }
+}
+
 // --- Launching -----------------------------------------------------------------------------------
 
 inline bool is_norm_unit_aligned(const NormParams& norm, size_t unit) {
@@ -148,6 +307,17 @@ inline bool is_norm_unit_aligned(const NormParams& norm, size_t unit) {
     bits |= reinterpret_cast<uintptr_t>(data);
   }
   return bits % unit == 0;
+}
+
+// Calls `act` with true as a type if the rows are quantized, which must be of a 16-bit type T.
+template <typename T, typename Act>
+cudaError_t for_quantization(const NormParams& norm, const Act& act) {
+  if (norm.scaling == NormScaling::none) return act(std::false_type{});
+  if constexpr (sizeof(T) == 2) {
+    return act(std::true_type{});
+  } else {
+    return cudaErrorInvalidValue;
+  }
 }
 
 // Calls `act(T{})`.

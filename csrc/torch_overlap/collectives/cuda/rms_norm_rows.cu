@@ -1,4 +1,5 @@
-// The residual and the RMSNorm after an all_reduce whose kernel does not include them.
+// The residual, the RMSNorm and its quantization after an all_reduce whose kernel does not include
+// them.
 #include "torch_overlap/collectives/cuda/rms_norm_device.h"
 
 namespace torch_overlap::cuda {
@@ -8,10 +9,11 @@ constexpr int kVector = G::kVectorBytes;
 
 // Processes one row per block, kVectorsPerThread vectors per thread. The order of summation does
 // not depend on the alignment.
-template <typename T, typename Case, int kVectorsPerThread>
+template <typename T, typename Case, int kVectorsPerThread, bool kQuantizes>
 __global__ void __launch_bounds__(G::kThreads)
     norm_kernel(char* rows, const __grid_constant__ NormParams n) {
   __shared__ float sums[kWarps];
+  [[maybe_unused]] __shared__ RowMaxima maxima;
   char* const row = rows + blockIdx.x * n.row_bytes;
   const char* const residual = n.residual + blockIdx.x * n.row_bytes;
   RowPart<T, 4> part[kVectorsPerThread];
@@ -40,11 +42,15 @@ __global__ void __launch_bounds__(G::kThreads)
     const auto weight = load_words<Case, 4>(n.weight + at, n.row_bytes - at);
     store_words<Case>(n.residual_out + blockIdx.x * n.row_bytes + at, part[j].rounded(),
                       n.row_bytes - at);
-    store_words<Case>(row + at, part[j].normed(scale, weight), n.row_bytes - at);
+    part[j].norm(scale, weight);
+    if (n.keeps_rows) store_words<Case>(row + at, part[j].rounded(), n.row_bytes - at);
+  }
+  if constexpr (kQuantizes) {
+    quantize_row(maxima, n, blockIdx.x, 0, 0, part, [](int j) {
+      return (threadIdx.x + uint64_t{G::kThreads} * j) * RowPart<T, 4>::kElements;
+    });
   }
 }
-
-constexpr int kMaxVectorsPerThread = 8;
 
 // Calls `act` with the number of vectors per thread, as a type.
 template <typename Act>
@@ -56,13 +62,16 @@ cudaError_t for_each(uint64_t row_bytes, const Act& act) {
   return act(std::integral_constant<int, kMaxVectorsPerThread>{});
 }
 
-// Calls `act(T{}, Case{}, kVectorsPerThread)`, the last two as types.
+// Calls `act(T{}, Case{}, kVectorsPerThread, quantizes)`, all but the first as types.
 template <typename Act>
-cudaError_t for_rms_norm(ReductionType type, bool is_unit_aligned, uint64_t row_bytes,
+cudaError_t for_rms_norm(ReductionType type, bool is_unit_aligned, const NormParams& norm,
                          const Act& act) {
   return for_norm_type(type, [&](auto zero) {
-    return for_each(row_bytes, [&](auto each) {
-      return is_unit_aligned ? act(zero, FastCase<2>{}, each) : act(zero, GenericCase{}, each);
+    return for_each(norm.row_bytes, [&](auto each) {
+      return for_quantization<decltype(zero)>(norm, [&](auto quantizes) {
+        return is_unit_aligned ? act(zero, FastCase<2>{}, each, quantizes)
+                               : act(zero, GenericCase{}, each, quantizes);
+      });
     });
   });
 }
@@ -74,29 +83,38 @@ bool supports_rms_norm(ReductionType type, uint64_t row_bytes) {
   return has_type && row_bytes <= uint64_t{kMaxVectorsPerThread} * G::kThreads * kVector;
 }
 
-cudaError_t launch_norm(ReductionType type, char* rows, uint32_t count, const NormParams& norm,
+cudaError_t launch_norm(ReductionType type, char* rows, const NormParams& norm,
                         cudaStream_t stream) {
   const bool is_unit_aligned =
       reinterpret_cast<uintptr_t>(rows) % kVector == 0 && is_norm_unit_aligned(norm, kVector);
-  return for_rms_norm(type, is_unit_aligned, norm.row_bytes, [&](auto zero, auto which, auto each) {
-    const LaunchConfig launch{
-        .blocks = count, .threads = G::kThreads, .dependent = false, .stream = stream};
-    return launch_kernel(norm_kernel<decltype(zero), decltype(which), decltype(each)::value>,
-                         launch, rows, norm);
-  });
+  return for_rms_norm(
+      type, is_unit_aligned, norm, [&](auto zero, auto which, auto each, auto quantizes) {
+        const LaunchConfig launch{.blocks = static_cast<unsigned int>(norm.rows),
+                                  .threads = G::kThreads,
+                                  .dependent = false,
+                                  .stream = stream};
+        return launch_kernel(norm_kernel<decltype(zero), decltype(which), decltype(each)::value,
+                                         decltype(quantizes)::value>,
+                             launch, rows, norm);
+      });
 }
 
 cudaError_t load_rms_norm_rows_kernels() {
   for (const ReductionType type : {ReductionType::f16, ReductionType::bf16, ReductionType::f32}) {
     for (const bool is_unit_aligned : {true, false}) {
       for (const uint64_t count : {1, 2, 4, kMaxVectorsPerThread}) {
-        const cudaError_t status =
-            for_rms_norm(type, is_unit_aligned, count * G::kThreads * kVector,
-                         [](auto zero, auto which, auto each) {
-                           return load_kernel(
-                               norm_kernel<decltype(zero), decltype(which), decltype(each)::value>);
-                         });
-        if (status != cudaSuccess) return status;
+        for (const NormScaling scaling : {NormScaling::none, NormScaling::row}) {
+          if (scaling != NormScaling::none && type == ReductionType::f32) continue;
+          NormParams norm{};
+          norm.row_bytes = count * G::kThreads * kVector;
+          norm.scaling = scaling;
+          const cudaError_t status = for_rms_norm(
+              type, is_unit_aligned, norm, [](auto zero, auto which, auto each, auto quantizes) {
+                return load_kernel(norm_kernel<decltype(zero), decltype(which),
+                                               decltype(each)::value, decltype(quantizes)::value>);
+              });
+          if (status != cudaSuccess) return status;
+        }
       }
     }
   }

@@ -2,11 +2,11 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <type_traits>
 
+#include "torch_overlap/common/cuda/float8_device.h"
 #include "torch_overlap/gemm/cuda/quantize.h"
 
 // Elements, magnitudes and scales of the quantization kernels.
@@ -17,7 +17,6 @@
 namespace torch_overlap::cuda {
 
 inline constexpr int kVector = 8;
-inline constexpr uint32_t kInfinityBits = 0x7f800000;
 
 template <typename T>
 struct Vector {
@@ -143,18 +142,6 @@ __device__ __forceinline__ uint32_t magnitude(uint32_t amax_bits) {
 
 // --- Scales.
 
-template <bool e5m2>
-inline constexpr float kMaxFp8Value = e5m2 ? 57344.0F : 448.0F;
-
-// Same as scale_from_amax() of quantize.cpp.
-template <bool e5m2>
-__device__ __forceinline__ float scale_from_amax(uint32_t largest, bool power_of_two) {
-  if (largest == 0 || largest >= kInfinityBits) return 1.0F;
-  const float inverse = __frcp_rn(__uint_as_float(largest));
-  const float scale = fminf(__fmul_rn(inverse, kMaxFp8Value<e5m2>), 0x1p126F);
-  return power_of_two ? __uint_as_float(__float_as_uint(scale) & kInfinityBits) : scale;
-}
-
 // Same as e8m0_from_amax() of quantize.cpp. Subnormal values are below the range anyway.
 template <bool e5m2>
 __device__ __forceinline__ int e8m0_from_amax_bits(uint32_t largest) {
@@ -177,12 +164,6 @@ __device__ __forceinline__ int64_t swizzled_index(int64_t row, int64_t column, i
 }
 
 // --- 8-bit values.
-
-template <bool e5m2>
-__device__ __forceinline__ uint32_t to_fp8x2(float low, float high) {
-  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE,
-                                  e5m2 ? __NV_E5M2 : __NV_E4M3);
-}
 
 // Converts value(0) ... value(7).
 template <bool e5m2, typename Value>

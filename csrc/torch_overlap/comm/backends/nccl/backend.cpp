@@ -297,6 +297,9 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
     launching_timeout_ms_.store(call.timeout.count(), std::memory_order_relaxed);
     launching_since_.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
     if (call.record) call.record->set_algorithm(to_string(plan).data());
+    if (call.norm && call.norm->terms.defined() && plan.row_blocks == 0) {
+      call.tensor.copy_(call.norm->terms, /*non_blocking=*/true);
+    }
     if (plan) {
       if (is_capturing) graph_resources_->keep(custom_collectives_.memory());
       custom_collectives_.launch(call, plan, is_capturing, stream.stream(), has_launched);
@@ -312,6 +315,10 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
     fail_launch(call, has_launched || primitives.has_launched());
   }
   launching_since_.store(0, std::memory_order_release);
+}
+
+bool NcclBackend::quantizes_rms_norm(at::ScalarType dtype, size_t row_bytes) const {
+  return c10::elementSize(dtype) == 2 && has_norm_kernels(dtype, row_bytes);
 }
 
 void NcclBackend::run_rms_norm(const Call& call) {

@@ -116,13 +116,23 @@ NormParams norm_params(const RmsNorm& norm) {
   const auto read = [](const at::Tensor& tensor) {
     return tensor.defined() ? static_cast<const char*>(tensor.const_data_ptr()) : nullptr;
   };
+  const auto write = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
+  };
+  const RmsNorm::Quantization& quantization = norm.quantization;
   return {.residual = read(norm.residual),
           .residual_out = static_cast<char*>(norm.residual_out.mutable_data_ptr()),
           .weight = read(norm.weight),
           .bias = read(norm.bias),
           .eps = static_cast<float>(norm.eps),
           .row_bytes = norm.weight.nbytes(),
-          .row_blocks = 1};
+          .rows = static_cast<uint64_t>(norm.residual_out.numel() / norm.weight.numel()),
+          .row_blocks = 1,
+          .scaling = quantization.scaling,
+          .keeps_rows = quantization.keeps_rows,
+          .scale = reinterpret_cast<const float*>(read(quantization.scale)),
+          .quantized = static_cast<uint8_t*>(write(quantization.data)),
+          .scale_inv = static_cast<float*>(write(quantization.scale_inv))};
 }
 
 uint32_t chunks_of(size_t bytes, size_t unit, uint32_t chunk) {
@@ -195,7 +205,10 @@ cudaError_t launch_norm_kernel(const Call& call, const CollectivePlan& plan,
                                const LaunchConfig& launch) {
   NormParams norm = norm_params(*call.norm);
   norm.row_blocks = plan.row_blocks;
-  params.max_chunks = call.tensor.nbytes() / norm.row_bytes * norm.row_blocks;
+  if (const at::Tensor& terms = call.norm->terms; terms.defined()) {
+    set_send_all(params, static_cast<const char*>(terms.const_data_ptr()), terms.nbytes());
+  }
+  params.max_chunks = norm.rows * norm.row_blocks;
   std::fill_n(params.chunks, params.size, params.max_chunks);
   return plan.protocol == Protocol::ll ? launch_ll_norm(type, params, norm, launch)
                                        : launch_simple_norm(type, params, norm, launch);
@@ -284,7 +297,10 @@ std::optional<CollectiveProblem> collective_problem(const Call& call, int size) 
       const auto reduction = kernel_reduction(call.tensor.scalar_type(), call.reduce_op);
       if (!reduction) return std::nullopt;
       problem.ll_data_bytes = ll_data_bytes(reduction->type);
-      if (call.norm) problem.row_bytes = call.norm->weight.nbytes();
+      if (call.norm) {
+        problem.row_bytes = call.norm->weight.nbytes();
+        problem.norm_scaling = call.norm->quantization.scaling;
+      }
       problem.bytes = call.tensor.nbytes();
       return problem;
     }
@@ -411,18 +427,20 @@ void launch_plan(const Call& call, const CollectivePlan& plan, const CollectiveP
   }
 }
 
+bool has_norm_kernels(at::ScalarType dtype, size_t row_bytes) {
+  const auto reduction = kernel_reduction(dtype, ReduceOp(RedOpType::SUM));
+  return reduction && cuda::supports_rms_norm(reduction->type, row_bytes);
+}
+
 void launch_rms_norm(const Call& call, cudaStream_t stream) {
-  const RmsNorm& norm = *call.norm;
   if (call.tensor.numel() == 0) return;
-  const NormParams params = norm_params(norm);
-  const auto reduction = kernel_reduction(call.tensor.scalar_type(), call.reduce_op);
-  auto* rows = static_cast<char*>(call.tensor.mutable_data_ptr());
-  if (!reduction || !cuda::supports_rms_norm(reduction->type, params.row_bytes)) {
-    return add_rms_norm(call.tensor, norm);
-  }
-  const auto count = static_cast<uint32_t>(call.tensor.numel() / norm.weight.numel());
-  cuda::check(cuda::launch_norm(reduction->type, rows, count, params, stream),
-              [&] { return call.describe(); });
+  const NormParams params = norm_params(*call.norm);
+  const auto dtype = call.tensor.scalar_type();
+  if (!has_norm_kernels(dtype, params.row_bytes)) return add_rms_norm(call.tensor, *call.norm);
+  auto* const rows = static_cast<char*>(call.tensor.mutable_data_ptr());
+  cuda::check(
+      cuda::launch_norm(kernel_reduction(dtype, call.reduce_op)->type, rows, params, stream),
+      [&] { return call.describe(); });
 }
 
 }  // namespace torch_overlap

@@ -32,5 +32,7 @@ void launch_plan(const Call& call, const CollectivePlan& plan, const cuda::Colle
                  bool& has_launched);
 // Launches the norm of a call whose sum is complete on `stream`, which is the current stream.
 void launch_rms_norm(const Call& call, cudaStream_t stream);
+// True if kernels of this project normalize rows of `row_bytes` bytes.
+bool has_norm_kernels(at::ScalarType dtype, size_t row_bytes);
 
 }  // namespace torch_overlap

@@ -134,7 +134,7 @@ void NcclPrimitives::broadcast(const at::Tensor& tensor, int root) {
 }
 
 void NcclPrimitives::all_reduce(const at::Tensor& tensor, const ReduceOp& op) {
-  const auto native = nccl_reduction(tensor.scalar_type(), op);
+  const auto native = nccl_reduction(tensor.scalar_type(), op, size());
   if (!native) {
     should_stage_ = true;  // the composition exchanges internal buffers
     return composed_all_reduce(*this, tensor, op);
@@ -147,7 +147,7 @@ void NcclPrimitives::all_reduce(const at::Tensor& tensor, const ReduceOp& op) {
 }
 
 void NcclPrimitives::reduce(const at::Tensor& tensor, const ReduceOp& op, int root) {
-  const auto native = nccl_reduction(tensor.scalar_type(), op);
+  const auto native = nccl_reduction(tensor.scalar_type(), op, size());
   if (!native) {
     should_stage_ = true;  // the composition exchanges internal buffers
     return composed_reduce(*this, tensor, op, root);
@@ -183,7 +183,7 @@ void NcclPrimitives::all_gather(const RankTensors& out, const at::Tensor& tensor
 
 void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const RankTensors& in,
                                     const ReduceOp& op) {
-  const auto native = nccl_reduction(tensor.scalar_type(), op);
+  const auto native = nccl_reduction(tensor.scalar_type(), op, size());
   if (!native) {
     should_stage_ = true;  // the composition exchanges internal buffers
     return composed_reduce_scatter(*this, tensor, in, op);

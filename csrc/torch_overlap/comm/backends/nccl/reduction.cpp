@@ -108,7 +108,8 @@ std::optional<NativeReduction> native_reduction(at::ScalarType dtype, const Redu
   return NativeReduction{*native, *native_op, complex ? 2 : 1};
 }
 
-std::optional<NativeReduction> nccl_reduction(at::ScalarType dtype, const ReduceOp& op) {
+std::optional<NativeReduction> nccl_reduction(at::ScalarType dtype, const ReduceOp& op, int size) {
+  if (size == 1 && op.type() == RedOpType::PREMUL_SUM) return std::nullopt;
   const bool is_ordered = op.type() == RedOpType::MIN || op.type() == RedOpType::MAX;
   if (is_ordered && c10::isFloatingType(dtype)) return std::nullopt;
   return native_reduction(dtype, op);

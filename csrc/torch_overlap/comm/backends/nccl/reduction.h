@@ -24,10 +24,13 @@ struct NativeReduction {
 // The result depends only on dtype and operation, so that all ranks use the same implementation.
 TORCH_OVERLAP_API std::optional<NativeReduction> native_reduction(at::ScalarType dtype,
                                                                   const ReduceOp& op);
-// Returns the same for reductions that NCCL itself runs. Also empty for MIN and MAX of floats: NCCL
-// drops a NaN that only some ranks have, but it must propagate, as in torch.maximum().
+// Returns the same for reductions that NCCL itself runs in a group of `size` ranks. Also empty for
+// - MIN and MAX of floats: NCCL drops a NaN that only some ranks have, but it must propagate, as in
+//   torch.maximum();
+// - PREMUL_SUM on one rank: NCCL (2.28.9) leaves the last elements unchanged if they are not
+//   divisible by the number of its blocks.
 TORCH_OVERLAP_API std::optional<NativeReduction> nccl_reduction(at::ScalarType dtype,
-                                                                const ReduceOp& op);
+                                                                const ReduceOp& op, int size);
 
 // The operator of a reduction for one call: a predefined one or, for PREMUL_SUM, one that is
 // created and destroyed here. NCCL allows that as soon as the calls that use it have returned,

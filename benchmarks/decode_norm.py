@@ -1,0 +1,128 @@
+"""Measures the sum at the end of a layer when decoding: all_reduce, residual and RMSNorm, and its 8-bit result.
+
+    torchrun --nproc_per_node 4 benchmarks/decode_norm.py --out benchmarks/results
+
+Microseconds of one call, COUNT of them in a CUDA graph, variants in turns, of the slowest rank. ours: the all_reduce
+alone; with residual and norm in the same kernel; with the quantization too, by one given scale, by rows, by blocks of
+128 columns, and, for the latter, by an operator of its own. Peers: NCCL's and torch's one-shot all_reduce, whose input
+lies in symmetric memory, each followed by torch's addition and rms_norm. Without a GPU it only checks that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_overlap as to
+from torch_overlap._timing import in_graph, interleave, slowest_rank, spread_of
+from torch_overlap.quantize import ScalingMode
+from torch_overlap.tools.bench import result
+from torch_overlap.tools.bench.libraries import torch_symmetric
+from torch_overlap.tools.bench.ranks import Ranks
+
+TOKENS, WIDTHS = (1, 8, 32, 64, 128), (4096, 8192)
+COUNT = 20
+MIB = 1 << 20
+EPS = 1e-5
+
+
+class Norm:
+    """The operands for one number of tokens, and the calls to time."""
+
+    def __init__(self, ranks: Ranks, tokens: int, width: int) -> None:
+        dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+        self.ranks, self.comm = ranks, ranks.comm
+        self.x = torch.randn(tokens, width, device=ranks.device).to(dtype)
+        generator = torch.Generator().manual_seed(1)  # replicated
+        self.residual, self.gain = (
+            torch.randn(shape, generator=generator).to(ranks.device, dtype) for shape in ((tokens, width), (width,))
+        )
+        self.scale = torch.ones(1, device=ranks.device)
+
+    def quantized(self, mode: ScalingMode) -> Callable[[], object]:
+        scale = self.scale if mode == ScalingMode.DELAYED_TENSOR_SCALING else None
+        return lambda: to.ops.all_reduce_rms_norm_quantize(
+            self.x, self.residual, self.gain, self.comm, scaling_mode=mode, scale=scale, eps=EPS
+        )
+
+    def norm(self) -> Tensor:
+        return to.ops.all_reduce_rms_norm(self.x, self.residual, self.gain, self.comm, eps=EPS)[0]
+
+    def then_norm(self, total: Tensor) -> Tensor:
+        hidden = self.residual + total
+        return F.rms_norm(hidden, (hidden.shape[-1],), self.gain, EPS)
+
+    def after_nccl(self) -> Tensor:
+        total = self.x.clone()
+        dist.all_reduce(total)
+        return self.then_norm(total)
+
+    def calls(self) -> dict[str, Callable[[], object]]:
+        rows = ScalingMode.ROW_SCALING
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: self.comm.all_reduce(self.x, to.ReduceOp.SUM, async_op=False),
+            "norm": self.norm,
+            "norm, given scale": self.quantized(ScalingMode.DELAYED_TENSOR_SCALING),
+            "norm, scale per row": self.quantized(rows),
+            "norm, scale per block": self.quantized(ScalingMode.BLOCK_1D_SCALING),
+            "norm, then scale per row": lambda: to.ops.quantize(self.norm(), rows),
+            "nccl, then norm": self.after_nccl,
+        }
+        return calls
+
+    def torch_one_shot(self) -> Callable[[], object]:
+        symmetric = torch_symmetric(self.ranks.device, MIB + 2 * self.x.nbytes)
+        x = symmetric.arena.empty(self.x.shape, self.x.dtype).copy_(self.x)
+        return lambda: self.then_norm(symmetric.one_shot_all_reduce(x))
+
+
+def measure(ranks: Ranks, tokens: int, width: int, rounds: int) -> dict[str, Any]:
+    norm = Norm(ranks, tokens, width)
+    calls, missing = norm.calls(), {}
+    if ranks.device.type == "cuda":
+        found: dict[str, Callable[[], object]] = {}
+        name = "torch one-shot, then norm"
+        if reason := ranks.try_on_all_ranks(lambda: found.update({name: norm.torch_one_shot()})):
+            missing[name] = reason
+        calls |= found
+    samplers = {}
+    for name, call in calls.items():
+        call()
+        norm.x.mul_(0)  # the all_reduce in place would overflow
+        work = in_graph(call, COUNT) if ranks.device.type == "cuda" else call
+        samplers[name] = ranks.captured.sampler(work, COUNT if ranks.device.type == "cuda" else 1)
+    samples = slowest_rank(interleave(samplers, rounds), ranks.comm)
+    us = {name: round(spread_of(values).median, 3) for name, values in samples.items()}
+    peers = {name: us.pop(name) for name in list(us) if "then norm" in name}
+    return {"op": "all_reduce_rms_norm", "shape": [tokens, width], "dtype": str(norm.x.dtype).removeprefix("torch."),
+            "tp": ranks.size, "us": us, "iqr_us": round(spread_of(samples["norm"]).iqr, 3), "peers": peers,
+            **({"missing": missing} if missing else {})}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="default: %(default)s")
+    parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="the folder of the result; default: it is only printed")
+    args = parser.parse_args()
+    ranks = Ranks.start("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for width in map(int, args.widths.split(",")):
+        for tokens in map(int, args.tokens.split(",")):
+            rows.append(measure(ranks, tokens, width, args.rounds))
+            ranks.say(str(rows[-1]))
+    if args.out and ranks.rank == 0:
+        print(result.write_result("decode_norm", ranks.size, rows, args.out))
+    ranks.stop()
+
+
+if __name__ == "__main__":
+    main()

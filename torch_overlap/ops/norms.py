@@ -1,0 +1,138 @@
+"""all_reduce followed by a residual and an RMSNorm, and by the quantization of its result: the end of a layer when
+decoding.
+
+Over NCCL on sm_90 with few tokens (at most 1 MiB of rows, with more than four ranks 256 KiB) one kernel does it all.
+Otherwise a kernel for the norm and the quantization, or operators of torch, follow the sum. All ranks get the same bits
+if all have the same residual.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_overlap._C import ScalingMode, TorchComm
+from torch_overlap.ops._arguments import group
+
+_ops = torch.ops.torch_overlap
+
+
+def matmul_all_reduce_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    comm: TorchComm,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    algorithm: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Computes h = residual + all_reduce(x weight^T) + bias, and rms_norm(h) * norm_weight: the end of a layer when
+    decoding.
+
+    "sequential" over NCCL on sm_90 with few tokens (at most 1 MiB of h, with more than four ranks 256 KiB) runs the
+    sum, the residual and the norm as one kernel, which rounds h once. Otherwise a kernel for the norm, or two of
+    torch's, follows the sum.
+
+    Args:
+        x: [..., k] with two or more dimensions, the same shape on all ranks.
+        weight: [n, k].
+        residual: [..., n], equal on all ranks.
+        norm_weight: [n], equal on all ranks.
+        bias: [n], added once.
+        eps: added to the mean of squares.
+        algorithm: as for `matmul_all_reduce`.
+
+    Returns: (rms_norm(h) * norm_weight, h), both [..., n] of the dtype of x, which all operands have. The norm is that
+    of the returned h.
+
+    Gradient: through `matmul_all_reduce` and torch's rms_norm. torch.autocast casts all operands.
+    """
+    return _ops.matmul_all_reduce_rms_norm(x, weight, bias, residual, norm_weight, *group(comm), eps, algorithm)
+
+
+def all_reduce_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, comm: TorchComm, bias: Tensor | None = None, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Computes h = residual + all_reduce(x) + bias, and rms_norm(h) * weight, in one operation.
+
+    Like `matmul_all_reduce_rms_norm`, with x in place of the ranks' products.
+
+    Args:
+        x: [..., n], the same shape on all ranks.
+        residual: [..., n], equal on all ranks.
+        weight: [n], of the norm, equal on all ranks.
+        bias: [n], added once.
+        eps: added to the mean of squares.
+
+    Returns: (rms_norm(h) * weight, h), both [..., n] of the dtype of x, which all operands have.
+    """
+    return _ops.all_reduce_rms_norm(x, residual, weight, bias, *group(comm), eps)
+
+
+def all_reduce_rms_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    comm: TorchComm,
+    bias: Tensor | None = None,
+    *,
+    scaling_mode: ScalingMode | int,
+    scale: Tensor | None = None,
+    eps: float = 1e-6,
+    return_norm: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes h = residual + all_reduce(x) + bias, and quantizes rms_norm(h) * weight to float8_e4m3fn, in one
+    operation.
+
+        y8, y_scale_inv, h, _ = ops.all_reduce_rms_norm_quantize(
+            x, h, weight, comm, scaling_mode=ScalingMode.DELAYED_TENSOR_SCALING, scale=scale)
+
+    The values are those of `quantize` for the result of `all_reduce_rms_norm`, bit for bit: the normalized rows are
+    rounded to the dtype of x first.
+
+    Args:
+        x, residual, weight, bias, eps: as for `all_reduce_rms_norm`.
+        scaling_mode: DELAYED_TENSOR_SCALING multiplies with `scale`; ROW_SCALING and BLOCK_1D_SCALING compute a scale
+            of each row, or of each 128 elements of a row. These three are part of the kernel. The others of `quantize`
+            are supported too, by operators that follow.
+        scale: float32 of one element, for DELAYED_TENSOR_SCALING only: the inverse of the scale_inv that is returned.
+        return_norm: also returns the rows that were quantized.
+
+    Returns: (data, scale_inv, h, norm). data has the shape of x, scale_inv the layout that `quantize` documents, h and
+    norm the dtype of x; norm has shape [0] without return_norm.
+
+    Raises: `InvalidValueError` if a scale is given to another mode, or missing; `InvalidTypeError` for dtypes that do
+    not match.
+
+    It has no gradient. The results are valid on the current stream, and it may be captured in a CUDA graph. vmap runs
+    it once for each element of the batch.
+    """
+    return _ops.all_reduce_rms_norm_quantize(
+        x, residual, weight, bias, scale, scaling_mode, *group(comm), eps, return_norm
+    )
+
+
+def matmul_all_reduce_rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    comm: TorchComm,
+    bias: Tensor | None = None,
+    *,
+    scaling_mode: ScalingMode | int,
+    scale: Tensor | None = None,
+    eps: float = 1e-6,
+    return_norm: bool = False,
+    algorithm: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes h = residual + all_reduce(x weight^T) + bias, and quantizes rms_norm(h) * norm_weight to float8_e4m3fn.
+
+    Arguments as for `matmul_all_reduce_rms_norm`, and for the quantization, the results and errors as for
+    `all_reduce_rms_norm_quantize`. It has no gradient, and torch.autocast does not change it.
+    """
+    return _ops.matmul_all_reduce_rms_norm_quantize(
+        x, weight, bias, residual, norm_weight, scale, scaling_mode, *group(comm), eps, return_norm, algorithm
+    )
