@@ -194,6 +194,7 @@ sanitize-gpu: build
 test-frameworks: build $(if $(PYTHON),,.venv/.frameworks)
 	HF_HUB_OFFLINE=1 $(PY) -m pytest $(patsubst %,tests/python/nn/test_%.py,pretrained styles lora) \
 	  tests/python/compat/test_megatron.py tests/python/compat/test_trainer_loop.py \
+	  tests/python/examples/test_decode_llama.py \
 	  -k 'transformers or pretrained or lora or megatron or trainer_loop' \
 	  $(two_at_a_time) $(PYTEST_ARGS)
 

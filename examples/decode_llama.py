@@ -1,0 +1,149 @@
+"""Generates tokens with a Llama, tensor parallel: prompts in chunks, then one CUDA graph a token.
+
+    torchrun --standalone --nproc_per_node 2 examples/decode_llama.py                     # a tiny model, also on CPUs
+    torchrun --standalone --nproc_per_node 4 examples/decode_llama.py --preset llama3-8b --batches 1,32
+    torchrun --standalone --nproc_per_node 2 examples/decode_llama.py --model folder-of-a-saved-llama
+
+Prints the rate for each batch size and each form of the sums (llama/decoder.py), in turns, and checks the result: in
+float32 the tokens of one rank, in 16 bits its logits for the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from llama.decoder import Decoder, Sums
+from llama.weights import SHAPES, Weights, random_weights, saved_weights
+from torch import Tensor
+
+import torch_overlap as to
+
+LOGITS_TOLERANCE = 2e-2  # of 16-bit models: the error over the norm of the logits
+ROUNDS = 5
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--preset", choices=tuple(SHAPES), default="tiny", help="a model with random weights (default: %(default)s)")
+    add("--model", help="a Llama saved by transformers, in place of a preset")
+    add("--layers", type=int, help="of the preset, fewer than it has")
+    add("--batches", default="1,4", help="numbers of sequences (default: %(default)s)")
+    add("--prompt", type=int, default=16, help="tokens of a prompt (default: %(default)s)")
+    add("--new", type=int, default=32, help="tokens to generate (default: %(default)s)")
+    add("--chunk", type=int, default=512, help="tokens of a sequence that prefill reads at once (default: %(default)s)")
+    add("--sums", default="fused", help=f"forms of the sums, of {', '.join(Sums.KINDS)} (default: %(default)s)")
+    add("--algorithm", default="auto", help="of the fused form (default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if every rank of this host can have a GPU, else cpu")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on cpu, else bfloat16")
+    add("--no-check", action="store_true", help="do not compare with one rank")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "cpu"
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    args.batches = [int(batch) for batch in args.batches.split(",")]
+    for name in ("prompt", "new", "chunk"):
+        if getattr(args, name) < 1:
+            parser.error(f"expected --{name} of at least 1, got {getattr(args, name)}")
+    if args.device == "cpu" and "torch" in args.sums.split(","):
+        parser.error("expected --sums without torch on cpu: its one-shot all_reduce needs GPUs")
+    return args
+
+
+def weights_of(args: argparse.Namespace, device: torch.device) -> Weights:
+    if args.model:
+        return saved_weights(args.model)
+    return random_weights(args.preset, args.layers, args.seed, device)
+
+
+def wait(comm: to.TorchComm) -> None:
+    if comm.get_device().type == "cuda":
+        torch.cuda.synchronize()
+    comm.barrier(async_op=False)
+
+
+def seconds_of(decoder: Decoder, prompt: Tensor, new: int, chunk: int) -> tuple[float, float]:
+    """Returns the seconds to the first new token, and those of each one after it."""
+    times = []
+    for count in (1, new):
+        wait(decoder.comm)
+        began = time.perf_counter()
+        decoder.generate(prompt, count, chunk)
+        wait(decoder.comm)
+        times.append(time.perf_counter() - began)
+    return times[0], (times[1] - times[0]) / max(new - 1, 1)
+
+
+def check(decoder: Decoder, weights: Weights, prompts: Tensor, args: argparse.Namespace) -> bool:
+    """Compares with rank 0 alone, and prints the verdict. Collective; every rank gets it."""
+    comm = decoder.comm
+    tokens = decoder.generate(prompts, args.new, args.chunk)
+    logits = decoder.teacher_forced(tokens)
+    alone = comm.split([0] if comm.get_rank() == 0 else [], name="alone")
+    good = torch.zeros(1, device=comm.get_device())
+    if alone is not None:
+        one = Decoder(weights, alone, batch=len(prompts), tokens=decoder.tokens, dtype=decoder.dtype)
+        wanted = one.teacher_forced(tokens)
+        error = ((logits - wanted).norm() / wanted.norm()).item()
+        if decoder.dtype == torch.float32:
+            differ = (tokens != one.generate(prompts, args.new, args.chunk)).sum().item()
+            good.fill_(differ == 0)
+            text = f"{differ} of {tokens.numel()} tokens differ, logits within {error:.1e}"
+        else:
+            good.fill_(error <= LOGITS_TOLERANCE)
+            text = f"logits within {error:.1e} (allowed: {LOGITS_TOLERANCE:g})"
+        print(f"check against one rank, {args.dtype}: {text}", file=sys.stdout if good else sys.stderr, flush=True)
+        del one
+        alone.finalize()
+    comm.broadcast(good, 0, async_op=False)
+    return bool(good.item())
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        comm = to.new_comm("nccl" if args.device == "cuda" else "gloo", torch.device(args.device), name="tp")
+    except to.InvalidValueError as error:  # the message does not name the rank
+        sys.exit(str(error))
+    device, shown = comm.get_device(), comm.get_rank() == 0
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    kinds = args.sums.split(",")
+    if "torch" in kinds:
+        dist.init_process_group("nccl", device_id=device)
+    weights = weights_of(args, device)
+    room = {"batch": max(args.batches), "tokens": args.prompt + args.new, "dtype": getattr(torch, args.dtype)}
+    first = Decoder(weights, comm, **room, sums=kinds[0], algorithm=args.algorithm)
+    decoders = {kinds[0]: first} | {kind: first.with_sums(kind) for kind in kinds[1:]}
+    generator = torch.Generator().manual_seed(args.seed)
+    prompts = torch.randint(weights.shape.vocabulary, (max(args.batches), args.prompt), generator=generator).to(device)
+    for batch in args.batches:
+        times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+        for _ in range(ROUNDS + 1):
+            for kind, decoder in decoders.items():
+                times[kind].append(seconds_of(decoder, prompts[:batch], args.new, args.chunk))
+        medians = {kind: [statistics.median(values) for values in zip(*found[1:], strict=True)]
+                   for kind, found in times.items()}  # fmt: skip
+        for kind, (begin, each) in medians.items():
+            ratio = medians[kinds[-1]][1] / each
+            if shown:
+                print(f"batch {batch:3}  {kind:5}  {batch / each:10,.0f} tokens/s  {each * 1e6:9,.0f} us a step  "
+                      f"{ratio:.2f} x {kinds[-1]}  first token after {begin * 1e3:,.1f} ms", flush=True)  # fmt: skip
+    good = args.no_check or check(first, weights, prompts, args)
+    decoders.clear()
+    del first
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    comm.finalize()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

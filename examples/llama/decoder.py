@@ -1,0 +1,285 @@
+"""A Llama that generates tokens, tensor parallel, with a cache of keys and values, one CUDA graph a batch size.
+
+Rank r of n holds 1/n of every matrix and of the cache. Rows of tokens are on all ranks; a layer sums twice:
+
+    h [B, D]                                   the residual stream, x = norm(h)
+    q, k, v = x [wq; wk; wv]^T                 1/n of the heads, joined in one product
+    x, h = norm(h + sum of ranks(attention wo^T))
+    x, h = norm(h + sum of ranks(silu(gate) * up wdown^T))
+
+`Sums` has the product, the sum over the ranks, the residual and the norm in one operator
+(ops.matmul_all_reduce_rms_norm); its other forms are what it is measured against.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_overlap as to
+from llama.weights import LAYER, Weights
+
+Sum = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Sums:
+    """How a product is summed over the ranks, and normalized with the residual: (x, weight, residual, gain) ->
+    (norm(h) * gain, h) with h = residual + the sum.
+
+    kind:
+        "fused": one operator, whose kernels are those of `algorithm`.
+        "nccl": torch's product, NCCL's all_reduce, torch's addition and norm.
+        "torch": the same with torch's one-shot all_reduce over symmetric memory.
+    """
+
+    KINDS = ("fused", "nccl", "torch")
+
+    def __init__(self, kind: str, comm: to.TorchComm, eps: float, algorithm: str = "auto") -> None:
+        if kind not in self.KINDS:
+            raise ValueError(f"decode_llama: expected sums of {', '.join(self.KINDS)}, got {kind}")
+        self.comm, self.eps, self.algorithm = comm, eps, algorithm
+        self.symmetric: dict[tuple[int, ...], Tensor] = {}
+        self.run: Sum = getattr(self, f"_{kind}")
+
+    def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        return self.run(x, weight, residual, gain)
+
+    def _fused(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        return to.ops.matmul_all_reduce_rms_norm(
+            x, weight, residual, gain, self.comm, eps=self.eps, algorithm=self.algorithm
+        )
+
+    def _then_norm(self, total: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = residual + total
+        return F.rms_norm(hidden, (hidden.shape[-1],), gain, self.eps), hidden
+
+    def _nccl(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        total = F.linear(x, weight)
+        self.comm.all_reduce(total, to.ReduceOp.SUM, async_op=False, hints={"custom_collectives": "off"})
+        return self._then_norm(total, residual, gain)
+
+    def _torch(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        buffer = self.symmetric_like(residual)
+        torch.mm(x, weight.t(), out=buffer)
+        total = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        return self._then_norm(total, residual, gain)
+
+    def symmetric_like(self, rows: Tensor) -> Tensor:
+        """Returns a buffer that all ranks have mapped. Collective at the first use of a shape."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        if rows.shape not in self.symmetric:
+            buffer = symmetric.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+            symmetric.rendezvous(buffer, dist.group.WORLD)  # type: ignore[arg-type]
+            self.symmetric[rows.shape] = buffer
+        return self.symmetric[rows.shape]
+
+
+@dataclass
+class Layer:
+    """This rank's part of a layer: weights, and keys and values of past tokens, [batch, heads, tokens, features]."""
+
+    norm: Tensor
+    qkv: Tensor
+    o: Tensor
+    after_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class Decoder:
+    """Generates the likeliest tokens.
+
+    Args:
+        weights: of the whole model; this rank keeps its part.
+        batch: sequences at a time, at most.
+        tokens: of a sequence, prompt included, at most.
+        sums: the name of a form of `Sums`.
+    """
+
+    def __init__(self, weights: Weights, comm: to.TorchComm, *, batch: int, tokens: int, dtype: torch.dtype,
+                 sums: str = "fused", algorithm: str = "auto") -> None:  # fmt: skip
+        self.shape, self.comm, self.dtype, self.tokens = weights.shape, comm, dtype, tokens
+        self.device, ranks = comm.get_device(), comm.get_size()
+        for what in ("kv_heads", "ffn", "vocabulary", "hidden"):
+            if getattr(self.shape, what) % ranks != 0:
+                raise ValueError(f"decode_llama: expected {what} divisible by the {ranks} ranks, got "
+                                 f"{getattr(self.shape, what)}. Use another model or number of ranks.")  # fmt: skip
+        self.heads, self.kv_heads = self.shape.heads // ranks, self.shape.kv_heads // ranks
+        self.width = self.shape.hidden // self.shape.heads
+        self.eps = weights.eps
+        self.sums = Sums(sums, comm, weights.eps, algorithm)
+        self.embedding = self._part(weights, "model.embed_tokens.weight", dim=1)
+        self.norm = self._whole(weights, "model.norm.weight")
+        self.head = self._part(weights, "lm_head.weight", dim=0)
+        self.layers = [self._layer(weights, LAYER.format(i), batch) for i in range(self.shape.layers)]
+        self.angles = rotation_angles(tokens, self.width, weights.rope_base).to(self.device)
+        self.is_past = torch.ones(tokens, tokens, dtype=torch.bool, device=self.device).tril()
+        self.graphs: dict[int, tuple[Any, Tensor, Tensor, Tensor]] = {}
+
+    def with_sums(self, kind: str, algorithm: str = "auto") -> Decoder:
+        """Returns a decoder with the same weights and cache, and graphs of its own."""
+        other = copy.copy(self)
+        other.sums, other.graphs = Sums(kind, self.comm, self.eps, algorithm), {}
+        return other
+
+    # --- Weights
+
+    def _whole(self, weights: Weights, name: str) -> Tensor:
+        return weights.get(name).to(self.device, self.dtype)
+
+    def _part(self, weights: Weights, name: str, dim: int) -> Tensor:
+        whole = weights.get(name)
+        part = whole.chunk(self.comm.get_size(), dim)[self.comm.get_rank()]
+        return part.to(self.device, self.dtype, copy=True).contiguous()
+
+    def _layer(self, weights: Weights, prefix: str, batch: int) -> Layer:
+        def joined(*names: str) -> Tensor:
+            return torch.cat([self._part(weights, f"{prefix}{name}.weight", dim=0) for name in names])
+
+        cache = torch.zeros(2, batch, self.kv_heads, self.tokens, self.width, device=self.device, dtype=self.dtype)
+        return Layer(
+            norm=self._whole(weights, prefix + "input_layernorm.weight"),
+            qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            o=self._part(weights, prefix + "self_attn.o_proj.weight", dim=1),
+            after_norm=self._whole(weights, prefix + "post_attention_layernorm.weight"),
+            gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
+            down=self._part(weights, prefix + "mlp.down_proj.weight", dim=1),
+            keys=cache[0],
+            values=cache[1],
+        )
+
+    # --- Forward
+
+    def attention(self, layer: Layer, x: Tensor, batch: int, positions: Tensor) -> Tensor:
+        """x [batch * T, D], of the tokens at `positions` [T] of every sequence. Returns this rank's heads."""
+        count = positions.numel()
+        width, heads, kv = self.width, self.heads, self.kv_heads
+        qkv = F.linear(x, layer.qkv).view(batch, count, heads + 2 * kv, width).transpose(1, 2)
+        q, k, v = qkv.split((heads, kv, kv), 1)
+        angles = self.angles[:, positions]
+        layer.keys[:batch].index_copy_(2, positions, rotate(k, angles))
+        layer.values[:batch].index_copy_(2, positions, v)
+        # The queries of a group of heads share keys: they are rows of one product.
+        group = heads // kv
+        q = rotate(q, angles).reshape(batch, kv, group * count, width)
+        mask = self.is_past[positions].repeat(group, 1)
+        out = F.scaled_dot_product_attention(q, layer.keys[:batch], layer.values[:batch], attn_mask=mask)
+        return out.view(batch, heads, count, width).transpose(1, 2).reshape(batch * count, heads * width)
+
+    def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Returns the normalized rows [B * T, D] after all layers of tokens [B, T], and extends the cache."""
+        batch = tokens.size(0)
+        residual = to.ops.all_gather(F.embedding(tokens.flatten(), self.embedding), self.comm, dim=-1)
+        x = F.rms_norm(residual, (self.shape.hidden,), self.layers[0].norm, self.eps)
+        next_norms = [*(layer.norm for layer in self.layers[1:]), self.norm]
+        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+            heads = self.attention(layer, x, batch, positions)
+            x, residual = self.sums(heads, layer.o, residual, layer.after_norm)
+            active = to.ops.swiglu(F.linear(x, layer.gate_up))
+            x, residual = self.sums(active, layer.down, residual, next_norm)
+        return x
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Returns the logits [rows, V] in float32, gathered."""
+        return to.ops.all_gather(F.linear(rows, self.head).float(), self.comm, dim=-1)
+
+    def likeliest(self, rows: Tensor) -> Tensor:
+        """Returns the token with the largest logit of each row. Ranks exchange a candidate each."""
+        value, index = F.linear(rows, self.head).float().max(-1)
+        index = index + self.comm.get_rank() * self.head.size(0)
+        mine = torch.stack((value.double(), index.double()), -1)
+        every = to.ops.all_gather(mine[None], self.comm)  # [ranks, rows, 2]
+        best = every[..., 0].argmax(0, keepdim=True)
+        return every[..., 1].gather(0, best)[0].long()
+
+    # --- Generation
+
+    def prefill(self, prompt: Tensor, chunk: int) -> Tensor:
+        """Reads prompts [B, T], at most `chunk` tokens of each sequence at a time. Returns the first new tokens."""
+        rows = prompt
+        for begin in range(0, prompt.size(1), chunk):
+            piece = prompt[:, begin : begin + chunk]
+            positions = torch.arange(begin, begin + piece.size(1), device=self.device)
+            rows = self.hidden(piece, positions).view(*piece.shape, -1)[:, -1]
+        return self.likeliest(rows)
+
+    def step(self, token: Tensor, position: Tensor, out: Tensor) -> None:
+        """Writes tokens [B] at `position` [1] to `out` [B, tokens], and replaces both by the next."""
+        out.index_copy_(1, position, token[:, None])
+        token.copy_(self.likeliest(self.hidden(token[:, None], position)))
+        position.add_(1)
+
+    def graph(self, batch: int) -> tuple[Any, Tensor, Tensor, Tensor]:
+        """Returns the step of a batch size as a CUDA graph, or a function on a CPU, and its token, position and out."""
+        if batch not in self.graphs:
+            token = torch.zeros(batch, dtype=torch.long, device=self.device)
+            position = torch.zeros(1, dtype=torch.long, device=self.device)
+            out = torch.zeros(batch, self.tokens, dtype=torch.long, device=self.device)
+            state = (token, position, out)
+            if self.device.type != "cuda":
+                self.graphs[batch] = (lambda: self.step(*state), *state)
+            else:
+                self.graphs[batch] = (self._capture(state), *state)
+        return self.graphs[batch]
+
+    def _capture(self, state: tuple[Tensor, Tensor, Tensor]) -> Callable[[], object]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.step(*state)  # libraries allocate their workspaces, operators their buffers
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step(*state)
+        return graph.replay
+
+    @torch.inference_mode()
+    def generate(self, prompt: Tensor, new: int, chunk: int = 512) -> Tensor:
+        """Returns prompts [B, T] and `new` tokens after each.
+
+        Raises:
+            ValueError: more sequences or tokens than there is room for.
+        """
+        batch, begin = prompt.shape
+        room = self.layers[0].keys.size(0)
+        if batch > room or begin + new > self.tokens or new < 1:
+            raise ValueError(f"decode_llama: expected at most {room} sequences of {self.tokens} tokens and one new "
+                             f"token or more, got {batch} of {begin} + {new}")  # fmt: skip
+        replay, token, position, out = self.graph(batch)
+        out[:, :begin] = prompt
+        token.copy_(self.prefill(prompt, chunk))
+        position.fill_(begin)
+        for _ in range(new - 1):
+            replay()
+        out.index_copy_(1, position, token[:, None])
+        return out[:, : begin + new].clone()
+
+    @torch.inference_mode()
+    def teacher_forced(self, tokens: Tensor) -> Tensor:
+        """Returns the logits [B, T, V] after each of the tokens [B, T]."""
+        rows = self.hidden(tokens, torch.arange(tokens.size(1), device=self.device))
+        return self.logits(rows).view(*tokens.shape, -1)
+
+
+def rotation_angles(tokens: int, width: int, base: float) -> Tensor:
+    """Returns cosines and sines of the rotary position embedding: [2, tokens, width / 2], in float32."""
+    frequencies = base ** (-torch.arange(width // 2, dtype=torch.float64) * 2 / width)
+    angles = torch.arange(tokens, dtype=torch.float64)[:, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin())).float()
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotates pairs (i, i + width / 2) of x [B, heads, T, width]."""
+    first, second = x.float().chunk(2, -1)
+    cosine, sine = angles
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1).to(x.dtype)

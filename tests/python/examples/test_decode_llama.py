@@ -1,0 +1,84 @@
+"""The decoding example: tokens as on one rank, and as transformers generates them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launcher import EXAMPLES
+
+from torch_overlap.testing import run_ranks
+
+DECODE_LLAMA = Path(EXAMPLES) / "decode_llama.py"
+
+
+def run(*options, ranks=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+               str(DECODE_LLAMA), "--device", "cpu", *options]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def test_tokens_are_those_of_one_rank():
+    done = run("--sums", "fused,nccl", "--batches", "1,3", "--new", "8", "--chunk", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"float32: 0 of 72 tokens differ, logits within \S+e-0[6-9]", done.stdout), done.stdout
+    for batch in (1, 3):
+        for kind in ("fused", "nccl"):
+            assert re.search(rf"^batch +{batch} +{kind} +[\d,]+ tokens/s", done.stdout, re.M), done.stdout
+
+
+def test_options_that_do_not_fit_are_refused():
+    done = run("--new", "0", ranks=1)
+    assert "expected --new of at least 1, got 0" in done.stderr
+    done = run("--sums", "torch", ranks=1)
+    assert "expected --sums without torch on cpu" in done.stderr
+
+
+def generate_rank(comm, path, prompts, new, chunk, sums):
+    sys.path.insert(0, str(EXAMPLES))
+    from llama.decoder import Decoder
+    from llama.weights import saved_weights
+
+    decoder = Decoder(saved_weights(path), comm, batch=4, tokens=64, dtype=torch.float32, sums=sums)
+    with pytest.raises(ValueError, match=r"expected at most 4 sequences of 64 tokens .*, got 3 of 60 \+ 5"):
+        decoder.generate(prompts.new_zeros(3, 60), 5)
+    # Batches of other sizes in between: each has a state of its own, and all share the cache.
+    every = [decoder.generate(prompts[:batch], new, chunk) for batch in (3, 1, 3)]
+    assert torch.equal(every[0], every[2])
+    assert torch.equal(every[0][:1], every[1])
+    return every[0], decoder.teacher_forced(every[0])
+
+
+@pytest.mark.parametrize(("ranks", "tied", "sums"), [(2, False, "fused"), (1, True, "fused"), (2, True, "nccl")])
+def test_a_model_of_transformers(tmp_path, seed, ranks, tied, sums):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, tie_word_embeddings=tied, rope_theta=5000.0, initializer_range=0.2,
+        eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    model.float().save_pretrained(tmp_path)
+    model.double()
+    prompts = torch.randint(96, (3, 11))
+    results = run_ranks(generate_rank, ranks, str(tmp_path), prompts, 20, 4, sums, backend="gloo", timeout=200)
+    with torch.no_grad():
+        wanted = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False)
+        logits = model(results[0][0]).logits
+    for tokens, found in results:
+        torch.testing.assert_close(found.double(), logits, rtol=1e-3, atol=1e-4 * logits.abs().max().item())
+        assert torch.equal(tokens, wanted)
+
+
+def test_another_model_of_transformers_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        attention_bias=True,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    done = run("--model", str(tmp_path), ranks=1)
+    assert "expected a model with attention_bias False, got True" in done.stderr
