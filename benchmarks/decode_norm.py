@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ EPS = 1e-5
 class Norm:
     """The operands for one number of tokens, and the calls to time."""
 
-    def __init__(self, ranks: Ranks, tokens: int, width: int) -> None:
+    def __init__(self, ranks: Ranks, tokens: int, width: int, forced: dict[str, to.TorchComm]) -> None:
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-        self.ranks, self.comm = ranks, ranks.comm
+        self.ranks, self.comm, self.forced = ranks, ranks.comm, forced
         self.x = torch.randn(tokens, width, device=ranks.device).to(dtype)
         generator = torch.Generator().manual_seed(1)  # replicated
         self.residual, self.gain = (
@@ -52,8 +53,8 @@ class Norm:
             self.x, self.residual, self.gain, self.comm, scaling_mode=mode, scale=scale, eps=EPS
         )
 
-    def norm(self) -> Tensor:
-        return to.ops.all_reduce_rms_norm(self.x, self.residual, self.gain, self.comm, eps=EPS)[0]
+    def norm(self, comm: to.TorchComm | None = None) -> Tensor:
+        return to.ops.all_reduce_rms_norm(self.x, self.residual, self.gain, comm or self.comm, eps=EPS)[0]
 
     def then_norm(self, total: Tensor) -> Tensor:
         hidden = self.residual + total
@@ -75,7 +76,7 @@ class Norm:
             "norm, then scale per row": lambda: to.ops.quantize(self.norm(), rows),
             "nccl, then norm": self.after_nccl,
         }
-        return calls
+        return calls | {f"norm by {mode}": partial(self.norm, comm) for mode, comm in self.forced.items()}
 
     def torch_one_shot(self) -> Callable[[], object]:
         symmetric = torch_symmetric(self.ranks.device, MIB + 2 * self.x.nbytes)
@@ -83,8 +84,8 @@ class Norm:
         return lambda: self.then_norm(symmetric.one_shot_all_reduce(x))
 
 
-def measure(ranks: Ranks, tokens: int, width: int, rounds: int) -> dict[str, Any]:
-    norm = Norm(ranks, tokens, width)
+def measure(ranks: Ranks, tokens: int, width: int, rounds: int, forced: dict[str, to.TorchComm]) -> dict[str, Any]:
+    norm = Norm(ranks, tokens, width, forced)
     calls, missing = norm.calls(), {}
     if ranks.device.type == "cuda":
         found: dict[str, Callable[[], object]] = {}
@@ -111,16 +112,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="default: %(default)s")
     parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="default: %(default)s")
+    parser.add_argument("--protocols", default="", help="also measures the norm by these, of ll, ll128, simple")
     parser.add_argument("--out", type=Path, help="the folder of the result; default: it is only printed")
     args = parser.parse_args()
     ranks = Ranks.start("cuda" if torch.cuda.is_available() else "cpu")
+    everyone = list(range(ranks.size))
+    forced = {}
+    for protocol in filter(None, args.protocols.split(",")):
+        made = ranks.comm.split(everyone, name=protocol, hints={"custom_collectives": protocol})
+        assert made is not None
+        forced[protocol] = made
     rows = []
     for width in map(int, args.widths.split(",")):
         for tokens in map(int, args.tokens.split(",")):
-            rows.append(measure(ranks, tokens, width, args.rounds))
+            rows.append(measure(ranks, tokens, width, args.rounds, forced))
             ranks.say(str(rows[-1]))
     if args.out and ranks.rank == 0:
         print(result.write_result("decode_norm", ranks.size, rows, args.out))
+    for comm in forced.values():
+        comm.finalize()
     ranks.stop()
 
 

@@ -18,7 +18,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from llama.decoder import Decoder, Sums
+from llama.decoder import SEQUENCE_ROWS, Decoder, Sums
 from llama.weights import SHAPES, Weights, random_weights, saved_weights
 from torch import Tensor
 
@@ -38,6 +38,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--prompt", type=int, default=16, help="tokens of a prompt (default: %(default)s)")
     add("--new", type=int, default=32, help="tokens to generate (default: %(default)s)")
     add("--chunk", type=int, default=512, help="tokens of a sequence that prefill reads at once (default: %(default)s)")
+    add("--sequence-rows", type=int, default=SEQUENCE_ROWS,
+        help="rows from which prompts are read with sequence parallelism (default: %(default)s)")  # fmt: skip
     add("--sums", default="fused", help=f"forms of the sums, of {', '.join(Sums.KINDS)} (default: %(default)s)")
     add("--algorithm", default="auto", help="of the fused form (default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if every rank of this host can have a GPU, else cpu")
@@ -120,7 +122,7 @@ def main() -> int:
         dist.init_process_group("nccl", device_id=device)
     weights = weights_of(args, device)
     room = {"batch": max(args.batches), "tokens": args.prompt + args.new, "dtype": getattr(torch, args.dtype)}
-    first = Decoder(weights, comm, **room, sums=kinds[0], algorithm=args.algorithm)
+    first = Decoder(weights, comm, **room, sums=kinds[0], algorithm=args.algorithm, sequence_rows=args.sequence_rows)
     decoders = {kinds[0]: first} | {kind: first.with_sums(kind) for kind in kinds[1:]}
     generator = torch.Generator().manual_seed(args.seed)
     prompts = torch.randint(weights.shape.vocabulary, (max(args.batches), args.prompt), generator=generator).to(device)

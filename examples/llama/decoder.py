@@ -8,7 +8,9 @@ Rank r of n holds 1/n of every matrix and of the cache. Rows of tokens are on al
     x, h = norm(h + sum of ranks(silu(gate) * up wdown^T))
 
 `Sums` has the product, the sum over the ranks, the residual and the norm in one operator
-(ops.matmul_all_reduce_rms_norm); its other forms are what it is measured against.
+(ops.matmul_all_reduce_rms_norm); its other forms are what it is measured against. Prompts of many rows are read with
+1/n of the rows on each rank between the products (sequence parallelism): the sums scatter rows, and the next product
+gathers them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import torch_overlap as to
 from llama.weights import LAYER, Weights
 
 Sum = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# Prompts of at least this many rows are read with sequence parallelism, which is quicker from there on.
+SEQUENCE_ROWS = 1024
 
 
 class Sums:
@@ -50,6 +54,10 @@ class Sums:
 
     def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         return self.run(x, weight, residual, gain)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiplies the normalized rows by a part of a weight's rows."""
+        return F.linear(x, weight)
 
     def _fused(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         return to.ops.matmul_all_reduce_rms_norm(
@@ -82,6 +90,22 @@ class Sums:
         return self.symmetric[rows.shape]
 
 
+class ScatteredSums(Sums):
+    """The same with 1/n of the rows, in rank order, on each rank: x, residual and both results. The products have all
+    rows."""
+
+    def __init__(self, comm: to.TorchComm, eps: float, algorithm: str = "auto") -> None:
+        super().__init__("fused", comm, eps, algorithm)
+
+    def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        total = to.ops.matmul_reduce_scatter(x, weight, self.comm, algorithm=self.algorithm)
+        return self._then_norm(total, residual, gain)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        (result,), _ = to.ops.all_gather_matmul(x, [weight], self.comm, algorithm=self.algorithm)
+        return result
+
+
 @dataclass
 class Layer:
     """This rank's part of a layer: weights, and keys and values of past tokens, [batch, heads, tokens, features]."""
@@ -104,10 +128,12 @@ class Decoder:
         batch: sequences at a time, at most.
         tokens: of a sequence, prompt included, at most.
         sums: the name of a form of `Sums`.
+        sequence_rows: prompts of at least this many rows, divisible by the ranks, are read with sequence parallelism.
     """
 
     def __init__(self, weights: Weights, comm: to.TorchComm, *, batch: int, tokens: int, dtype: torch.dtype,
-                 sums: str = "fused", algorithm: str = "auto") -> None:  # fmt: skip
+                 sums: str = "fused", algorithm: str = "auto",
+                 sequence_rows: int = SEQUENCE_ROWS) -> None:  # fmt: skip
         self.shape, self.comm, self.dtype, self.tokens = weights.shape, comm, dtype, tokens
         self.device, ranks = comm.get_device(), comm.get_size()
         for what in ("kv_heads", "ffn", "vocabulary", "hidden"):
@@ -118,6 +144,8 @@ class Decoder:
         self.width = self.shape.hidden // self.shape.heads
         self.eps = weights.eps
         self.sums = Sums(sums, comm, weights.eps, algorithm)
+        self.scattered = ScatteredSums(comm, weights.eps, algorithm)
+        self.sequence_rows = sequence_rows
         self.embedding = self._part(weights, "model.embed_tokens.weight", dim=1)
         self.norm = self._whole(weights, "model.norm.weight")
         self.head = self._part(weights, "lm_head.weight", dim=0)
@@ -160,11 +188,11 @@ class Decoder:
 
     # --- Forward
 
-    def attention(self, layer: Layer, x: Tensor, batch: int, positions: Tensor) -> Tensor:
-        """x [batch * T, D], of the tokens at `positions` [T] of every sequence. Returns this rank's heads."""
+    def attention(self, layer: Layer, qkv: Tensor, batch: int, positions: Tensor) -> Tensor:
+        """qkv [batch * T, features], of the tokens at `positions` [T] of every sequence. Returns this rank's heads."""
         count = positions.numel()
         width, heads, kv = self.width, self.heads, self.kv_heads
-        qkv = F.linear(x, layer.qkv).view(batch, count, heads + 2 * kv, width).transpose(1, 2)
+        qkv = qkv.view(batch, count, heads + 2 * kv, width).transpose(1, 2)
         q, k, v = qkv.split((heads, kv, kv), 1)
         angles = self.angles[:, positions]
         layer.keys[:batch].index_copy_(2, positions, rotate(k, angles))
@@ -178,16 +206,19 @@ class Decoder:
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Returns the normalized rows [B * T, D] after all layers of tokens [B, T], and extends the cache."""
-        batch = tokens.size(0)
+        batch, rows, ranks = tokens.size(0), tokens.numel(), self.comm.get_size()
+        sums = self.scattered if rows >= self.sequence_rows and rows % ranks == 0 else self.sums
         residual = to.ops.all_gather(F.embedding(tokens.flatten(), self.embedding), self.comm, dim=-1)
+        if sums is self.scattered:
+            residual = residual.chunk(ranks)[self.comm.get_rank()]
         x = F.rms_norm(residual, (self.shape.hidden,), self.layers[0].norm, self.eps)
         next_norms = [*(layer.norm for layer in self.layers[1:]), self.norm]
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
-            heads = self.attention(layer, x, batch, positions)
-            x, residual = self.sums(heads, layer.o, residual, layer.after_norm)
-            active = to.ops.swiglu(F.linear(x, layer.gate_up))
-            x, residual = self.sums(active, layer.down, residual, next_norm)
-        return x
+            heads = self.attention(layer, sums.product(x, layer.qkv), batch, positions)
+            x, residual = sums(heads, layer.o, residual, layer.after_norm)
+            active = to.ops.swiglu(sums.product(x, layer.gate_up))
+            x, residual = sums(active, layer.down, residual, next_norm)
+        return to.ops.all_gather(x, self.comm) if sums is self.scattered else x
 
     def logits(self, rows: Tensor) -> Tensor:
         """Returns the logits [rows, V] in float32, gathered."""

@@ -30,9 +30,10 @@ struct Limits {
   size_t max_ll_bytes = 0;
   size_t max_simple_bytes = 0;
   size_t max_two_shot_bytes = 0;
-  size_t min_bulk_bytes = 0;     // bulk copies are as fast as Simple, on fewer SMs
-  size_t max_norm_bytes = 0;     // all_reduce with an RMSNorm in the kernel
-  size_t max_norm_ll_bytes = 0;  // the same by LL
+  size_t min_bulk_bytes = 0;        // bulk copies are as fast as Simple, on fewer SMs
+  size_t max_norm_bytes = 0;        // all_reduce with an RMSNorm in the kernel
+  size_t max_norm_ll128_bytes = 0;  // the same by LL128, if the links support it
+  size_t max_norm_ll_bytes = 0;     // the same by LL
   // In-place kernels over windows, if the communicator has any. Below this size the exchange of
   // addresses costs more than the copies that it saves.
   size_t min_zero_copy_bytes = 0;
@@ -46,7 +47,8 @@ constexpr Limits kLimits[] = {
      .max_ll_bytes = 4 * kMi,
      .max_simple_bytes = 16 * kMi,
      .min_bulk_bytes = 4 * kMi,
-     .max_norm_bytes = kMi,
+     .max_norm_bytes = 2 * kMi,
+     .max_norm_ll128_bytes = 768 * kKi,
      .max_norm_ll_bytes = 192 * kKi},
     {.kind = CollectiveKind::all_reduce,
      .max_ranks = 4,
@@ -225,7 +227,7 @@ bool is_two_shot_possible(const CollectiveProblem& problem) {
 CollectivePlan plan_row_blocks(Protocol protocol, size_t rows, size_t units, size_t granularity,
                                bool is_even, int most_blocks, int most_units) {
   size_t row_blocks = divide_up(units, most_units);
-  while (is_even && row_blocks <= G::kMaxRowBlocks && units % (row_blocks * granularity) != 0) {
+  while (is_even && row_blocks <= G::kMaxRowBlocks && units % row_blocks != 0) {
     ++row_blocks;
   }
   if (row_blocks > G::kMaxRowBlocks) return {};
@@ -239,11 +241,11 @@ CollectivePlan plan_row_blocks(Protocol protocol, size_t rows, size_t units, siz
 }
 
 // Units of chunks that end where a block of scales does, for elements of two bytes.
-constexpr size_t kLLUnitsOfScales = 64;  // 384 elements, three blocks
-constexpr size_t kVectorsOfScales = 16;  // one block
+constexpr size_t kLLUnitsOfScales = 64;    // 384 elements, three blocks
+constexpr size_t kLL128UnitsOfScales = 8;  // 1920 elements, fifteen blocks
 
-// LL: the last packet of a row may be partly filled. Simple: vectors do not cross rows, so a row is
-// divided into equal chunks.
+// LL and LL128: the last unit of a row may be partly filled. Only these quantize. Simple: vectors
+// do not cross rows, so a row is divided into equal chunks.
 CollectivePlan plan_rows(const CollectiveProblem& problem, Protocol protocol) {
   const size_t rows = problem.bytes / problem.row_bytes;
   const bool has_blocks = problem.norm_scaling == NormScaling::block;
@@ -252,10 +254,15 @@ CollectivePlan plan_rows(const CollectiveProblem& problem, Protocol protocol) {
                            has_blocks ? kLLUnitsOfScales : 1, false,
                            std::min(G::max_ll_blocks(problem.size), kBlocksAlone), G::kLLPackets);
   }
-  if (problem.row_bytes % G::kVectorBytes != 0) return {};
-  return plan_row_blocks(protocol, rows, problem.row_bytes / G::kVectorBytes,
-                         has_blocks ? kVectorsOfScales : 1, true, max_simple_blocks(problem.size),
-                         G::kVectors);
+  if (protocol == Protocol::ll128) {
+    return plan_row_blocks(protocol, rows, divide_up(problem.row_bytes, G::kLL128UnitData),
+                           has_blocks ? kLL128UnitsOfScales : 1, false,
+                           G::max_ll128_blocks(problem.size), G::kLL128Units);
+  }
+  const bool is_quantized = problem.norm_scaling != NormScaling::none;
+  if (is_quantized || problem.row_bytes % G::kVectorBytes != 0) return {};
+  return plan_row_blocks(protocol, rows, problem.row_bytes / G::kVectorBytes, 1, true,
+                         max_simple_blocks(problem.size), G::kVectors);
 }
 
 // Plans few blocks with large chunks.
@@ -289,12 +296,19 @@ CollectivePlan plan_norm(const CollectiveProblem& problem, CollectiveMode mode,
                          const Limits& limits) {
   if (problem.ll_data_bytes != 12) return {};
   if (mode == CollectiveMode::ll) return plan_rows(problem, Protocol::ll);
+  if (mode == CollectiveMode::ll128 && problem.has_ll128) {
+    return plan_rows(problem, Protocol::ll128);
+  }
   if (mode == CollectiveMode::simple) return plan_rows(problem, Protocol::simple);
   const bool is_chosen = mode == CollectiveMode::automatic || mode == CollectiveMode::always;
   if (!is_chosen || problem.bytes > limits.max_norm_bytes) return {};
-  const auto ll_plan = problem.bytes <= limits.max_norm_ll_bytes ? plan_rows(problem, Protocol::ll)
-                                                                 : CollectivePlan{};
-  return ll_plan ? ll_plan : plan_rows(problem, Protocol::simple);
+  if (problem.has_ll128 && problem.bytes <= limits.max_norm_ll128_bytes) {
+    if (const auto plan = plan_rows(problem, Protocol::ll128)) return plan;
+  }
+  if (problem.bytes <= limits.max_norm_ll_bytes) {
+    if (const auto plan = plan_rows(problem, Protocol::ll)) return plan;
+  }
+  return plan_rows(problem, Protocol::simple);
 }
 
 // The largest size that two ranks exchange is unknown, so the plan uses all blocks and whole

@@ -461,19 +461,25 @@ TEST(PlanNorm, ClustersHaveWholeRows) {
   for (int size = 2; size <= G::kMaxRanks; ++size) {
     for (const size_t rows : {1, 3, 16, 64, 500}) {
       for (const size_t row_bytes : {2, 254, 2000, 8208, 10240, 16384, 24576, 65536}) {
-        for (const CollectiveMode mode :
-             {CollectiveMode::automatic, CollectiveMode::ll, CollectiveMode::simple}) {
+        for (const CollectiveMode mode : {CollectiveMode::automatic, CollectiveMode::ll,
+                                          CollectiveMode::ll128, CollectiveMode::simple}) {
           const auto plan = norm_plan(size, rows, row_bytes, mode);
           if (plan.row_blocks == 0) continue;
           const bool has_lines = plan.protocol == Protocol::ll;
-          const size_t unit = has_lines ? 12 : G::kVectorBytes;
+          const bool is_ll128 = plan.protocol == Protocol::ll128;
+          const size_t unit = is_ll128 ? G::kLL128UnitData : has_lines ? 12 : G::kVectorBytes;
           const size_t room = plan.row_blocks * plan.chunk * unit;
           EXPECT_LE(plan.row_blocks, G::kMaxRowBlocks);
           EXPECT_EQ(plan.blocks % plan.row_blocks, 0);
-          EXPECT_LE(plan.blocks, has_lines ? G::max_ll_blocks(size) : max_simple_blocks(size));
+          EXPECT_LE(plan.blocks, is_ll128    ? G::max_ll128_blocks(size)
+                                 : has_lines ? G::max_ll_blocks(size)
+                                             : max_simple_blocks(size));
           EXPECT_LE(plan.blocks, static_cast<int>(rows) * plan.row_blocks);
-          EXPECT_LE(plan.chunk, static_cast<uint32_t>(has_lines ? G::kLLPackets : G::kVectors));
-          if (has_lines) {
+          const int most_units = is_ll128    ? G::kLL128Units
+                                 : has_lines ? G::kLLPackets
+                                             : G::kVectors;
+          EXPECT_LE(plan.chunk, static_cast<uint32_t>(most_units));
+          if (has_lines || is_ll128) {
             EXPECT_GE(room, row_bytes);
             EXPECT_LT(room - row_bytes, plan.row_blocks * unit + unit);
           } else {
@@ -485,30 +491,47 @@ TEST(PlanNorm, ClustersHaveWholeRows) {
   }
 }
 
+CollectivePlan block_scaled_plan(int size, size_t rows, size_t elements, CollectiveMode mode) {
+  auto problem = problem_of(CollectiveKind::all_reduce, size, rows * elements * 2);
+  problem.row_bytes = elements * 2;
+  problem.norm_scaling = NormScaling::block;
+  problem.has_ll128 = true;
+  return plan_collective(problem, mode);
+}
+
 TEST(PlanNorm, ChunksOfRowsWithBlocksOfScalesHaveWholeBlocks) {
   for (int size = 2; size <= G::kMaxRanks; ++size) {
-    for (const size_t elements : {64, 128, 1024, 4096, 5120, 7168, 8192, 12288}) {
-      for (const size_t element_bytes : {2, 4}) {
-        for (const CollectiveMode mode : {CollectiveMode::ll, CollectiveMode::simple}) {
-          auto problem = problem_of(CollectiveKind::all_reduce, size, 3 * elements * element_bytes);
-          problem.row_bytes = elements * element_bytes;
-          problem.norm_scaling = NormScaling::block;
-          const auto plan = plan_collective(problem, mode);
-          if (plan.row_blocks == 0) continue;
-          const size_t chunk_bytes = plan.chunk * (mode == CollectiveMode::ll ? 12 : 16);
-          EXPECT_EQ(chunk_bytes % (kNormScaleBlock * element_bytes), 0);
-          EXPECT_GE(plan.row_blocks * chunk_bytes, problem.row_bytes);
-          EXPECT_LT((plan.row_blocks - 1) * chunk_bytes, problem.row_bytes);
-        }
+    for (const size_t elements : {64, 128, 200, 1024, 4096, 5120, 7168, 8192, 12288}) {
+      for (const CollectiveMode mode : {CollectiveMode::ll, CollectiveMode::ll128}) {
+        const auto plan = block_scaled_plan(size, 3, elements, mode);
+        const size_t unit = mode == CollectiveMode::ll ? 12 : G::kLL128UnitData;
+        const size_t chunk = plan.chunk * unit / 2;
+        ASSERT_GT(plan.row_blocks, 0);
+        EXPECT_EQ(chunk % kNormScaleBlock, 0);
+        EXPECT_GE(plan.row_blocks * chunk, elements);
+        EXPECT_LT((plan.row_blocks - 1) * chunk, elements);
       }
+      // Only packets and lines have kernels that quantize.
+      EXPECT_EQ(block_scaled_plan(size, 3, elements, CollectiveMode::simple).row_blocks, 0);
     }
   }
-  // Rows with no whole number of blocks: LL, or only the sum.
-  auto problem = problem_of(CollectiveKind::all_reduce, 2, 4000);
-  problem.row_bytes = 400;
-  problem.norm_scaling = NormScaling::block;
-  EXPECT_EQ(plan_collective(problem, CollectiveMode::ll).row_blocks, 1);
-  EXPECT_EQ(plan_collective(problem, CollectiveMode::simple).row_blocks, 0);
+}
+
+TEST(PlanNorm, LinesOfTwoRanksThenSimple) {
+  const auto protocol = [](size_t rows, bool has_ll128) {
+    auto problem = problem_of(CollectiveKind::all_reduce, 2, rows * 8192);
+    problem.row_bytes = 8192;
+    problem.has_ll128 = has_ll128;
+    const auto plan = plan_collective(problem, CollectiveMode::automatic);
+    return plan.row_blocks > 0 ? plan.protocol : Protocol::none;
+  };
+  EXPECT_EQ(protocol(1, true), Protocol::ll128);
+  EXPECT_EQ(protocol(96, true), Protocol::ll128);
+  EXPECT_EQ(protocol(97, true), Protocol::simple);
+  EXPECT_EQ(protocol(256, true), Protocol::simple);
+  EXPECT_EQ(protocol(257, true), Protocol::none);
+  EXPECT_EQ(protocol(24, false), Protocol::ll);
+  EXPECT_EQ(protocol(25, false), Protocol::simple);
 }
 
 TEST(PlanNorm, SmallMessagesAloneAndWhatFits) {

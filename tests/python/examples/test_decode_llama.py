@@ -44,6 +44,9 @@ def generate_rank(comm, path, prompts, new, chunk, sums):
     decoder = Decoder(saved_weights(path), comm, batch=4, tokens=64, dtype=torch.float32, sums=sums)
     with pytest.raises(ValueError, match=r"expected at most 4 sequences of 64 tokens .*, got 3 of 60 \+ 5"):
         decoder.generate(prompts.new_zeros(3, 60), 5)
+    # Prompts by chunks of 4, 3 or 1 tokens of 3 sequences: some of 12 rows, which are scattered over the ranks.
+    scattered = Decoder(saved_weights(path), comm, batch=4, tokens=64, dtype=torch.float32, sums=sums, sequence_rows=8)
+    assert torch.equal(scattered.generate(prompts, new, chunk), decoder.generate(prompts, new, chunk))
     # Batches of other sizes in between: each has a state of its own, and all share the cache.
     every = [decoder.generate(prompts[:batch], new, chunk) for batch in (3, 1, 3)]
     assert torch.equal(every[0], every[2])

@@ -102,7 +102,6 @@ WAYS = [("all_reduce", "two_shot"), ("large_all_reduce", "ll128")] + [
     (name, mode)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "rms_norm")
     for mode in ("ll", "ll128", "simple")
-    if (name, mode) != ("rms_norm", "ll128")
 ] + [(name, "bulk") for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")]  # fmt: skip
 
 

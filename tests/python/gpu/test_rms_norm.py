@@ -30,7 +30,7 @@ def test_every_shape(by_mode, seed, dtype, mode):
         same_everywhere(by_mode[mode], results)
 
 
-@pytest.mark.parametrize("mode", ["auto", "ll", "simple"])
+@pytest.mark.parametrize("mode", ["auto", "ll", "ll128", "simple"])
 def test_rounded_once(by_mode, seed, mode):
     """The sum stays in fp32 in the kernel until h is stored."""
     problem = Problem(by_mode[mode], seed, (16, 8192), torch.bfloat16)
@@ -43,7 +43,7 @@ def test_rounded_once(by_mode, seed, mode):
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4])
-@pytest.mark.parametrize("mode", ["ll", "simple", "off"])
+@pytest.mark.parametrize("mode", ["ll", "ll128", "simple", "off"])
 def test_any_alignment_on_one_rank(by_mode, seed, mode, offset):
     comm = by_mode[mode]
     problem = Problem(comm, seed, (12, 1000), torch.bfloat16)
@@ -213,7 +213,7 @@ class Replay:
             once()
 
 
-SOAKS = pytest.mark.parametrize(("mode", "rows", "n"), [("ll", 2, 8192), ("ll", 40, 4096), ("simple", 64, 8192),
+SOAKS = pytest.mark.parametrize(("mode", "rows", "n"), [("ll", 2, 8192), ("ll", 40, 4096), ("ll128", 16, 8192), ("ll128", 90, 4096), ("simple", 64, 8192),
                                                         ("simple", 200, 2048)])  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def run_until_an_error(problem):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("mode", ["ll", "simple"])
+@pytest.mark.parametrize("mode", ["ll", "ll128", "simple"])
 def test_a_rank_that_stays_away(comm, make_comm, seed, mode):
     """Blocks of a cluster give up together, and the device continues."""
     lonely = make_comm(f"norm_away_{mode}", timeout=timedelta(seconds=2), hints={"custom_collectives": mode})

@@ -64,7 +64,7 @@ def test_every_shape(by_mode, seed, dtype, mode):
 
 
 @pytest.mark.parametrize("scaling", IN_KERNELS, ids=str)
-@pytest.mark.parametrize("mode", ["ll", "simple", "off"])
+@pytest.mark.parametrize("mode", ["ll", "ll128", "simple", "off"])
 def test_any_alignment_on_one_rank(by_mode, seed, mode, scaling):
     comm = by_mode[mode]
     for offset, shape in ((1, (12, 1000)), (2, (5, 4096)), (4, (3, 1003))):
@@ -78,7 +78,7 @@ def test_any_alignment_on_one_rank(by_mode, seed, mode, scaling):
 
 
 @pytest.mark.parametrize("scaling", IN_KERNELS, ids=str)
-@pytest.mark.parametrize("mode", ["ll", "simple", "off"])
+@pytest.mark.parametrize("mode", ["ll", "ll128", "simple", "off"])
 def test_special_values(by_mode, seed, mode, scaling):
     for number in (float("nan"), float("inf"), 0.0, 3e38):
         problem = Quantized(by_mode[mode], seed, (6, 4096), torch.bfloat16, scaling)

@@ -227,6 +227,7 @@ def test_a_missing_rank_is_named(lonely, name, mode):
         ("all_to_all_v", "ll"),
         ("broadcast", "ll128"),
         ("rms_norm", "ll"),
+        ("rms_norm", "ll128"),
         ("rms_norm", "simple"),
     ],
 )

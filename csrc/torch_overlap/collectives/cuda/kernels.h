@@ -164,10 +164,12 @@ cudaError_t launch_zero_copy_reduce(ReductionType type, const CollectiveParams& 
 cudaError_t launch_zero_copy_all_reduce(ReductionType type, const CollectiveParams& params,
                                         const WindowPlacement& window, const LaunchConfig& launch);
 
-// launch_ll_reduce and launch_simple_reduce for an all_reduce, followed by an RMSNorm of the
-// result. Types: f16, bf16 and f32. A cluster of `row_blocks` blocks processes one row.
+// launch_ll_reduce and so on for an all_reduce, followed by an RMSNorm of the result. Types: f16,
+// bf16 and f32. A cluster of `row_blocks` blocks processes one row.
 cudaError_t launch_ll_norm(ReductionType type, const CollectiveParams& params,
                            const NormParams& norm, const LaunchConfig& launch);
+cudaError_t launch_ll128_norm(ReductionType type, const CollectiveParams& params,
+                              const NormParams& norm, const LaunchConfig& launch);
 cudaError_t launch_simple_norm(ReductionType type, const CollectiveParams& params,
                                const NormParams& norm, const LaunchConfig& launch);
 // Normalizes rows of sums in place, without communication. Requires supports_rms_norm().

@@ -223,11 +223,14 @@ class Sender {
   Words<4> pieces_[kPieces];  // by rank; all equal if the peers get the same data
 };
 
-// Reduces all ranks' data of this rank's unit in rank order: own(), and the received units.
+// Combines all ranks' data of this rank's unit in rank order: own(), and the received units. The
+// words of a short piece after its data are undefined.
 template <typename T, typename Case, typename GetOwn>
-__device__ __forceinline__ Words<4> reduce_unit(const CollectiveParams& p, const LLState& state,
-                                                const Lane& lane, uint32_t round, bool is_due,
-                                                const GetOwn& own, bool& failed) {
+__device__ __forceinline__ Accumulator<Case, T, 4> combine_unit(const CollectiveParams& p,
+                                                                const LLState& state,
+                                                                const Lane& lane, uint32_t round,
+                                                                bool is_due, const GetOwn& own,
+                                                                bool& failed) {
   const auto from = [&](int source) __attribute__((always_inline)) {
     return ll128_slot_of<Case>(p, p.rank, source, state.epoch[source] + 1 + round);
   };
@@ -254,6 +257,14 @@ __device__ __forceinline__ Words<4> reduce_unit(const CollectiveParams& p, const
       sum.add(p.op, words);
     }
   }
+  return sum;
+}
+
+template <typename T, typename Case, typename GetOwn>
+__device__ __forceinline__ Words<4> reduce_unit(const CollectiveParams& p, const LLState& state,
+                                                const Lane& lane, uint32_t round, bool is_due,
+                                                const GetOwn& own, bool& failed) {
+  auto sum = combine_unit<T, Case>(p, state, lane, round, is_due, own, failed);
   return sum.result(p.op, size_of<Case>(p));
 }
 

@@ -1,7 +1,7 @@
 // all_reduce with a residual, an RMSNorm and the quantization of its result in the same kernel. A
 // cluster of blocks processes a row: the blocks exchange their sums of squares while the row stays
 // in registers.
-#include "torch_overlap/collectives/cuda/ll_device.h"
+#include "torch_overlap/collectives/cuda/ll128_device.h"
 #include "torch_overlap/collectives/cuda/rms_norm_device.h"
 #include "torch_overlap/collectives/cuda/simple_device.h"
 
@@ -56,22 +56,86 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
     part[0].norm(scale_of(squares, n.row_bytes / sizeof(T), n.eps), weight);
     if (has_packet && n.keeps_rows) store_words<Case>(p.recv[0] + at, part[0].rounded(), valid);
     if constexpr (kQuantizes) {
-      const uint64_t first_of_block = (column - packet * kData) / sizeof(T);
-      const uint64_t first = has_packet ? column / sizeof(T) : ~0ULL;
-      quantize_row(maxima, n, chunk / n.row_blocks, first_of_block, round, part,
-                   [&](int) { return first; });
+      constexpr uint64_t kElements = RowPart<T, kWords>::kElements;
+      const uint64_t first = column / sizeof(T);
+      const uint64_t end = has_packet ? min(first + kElements, n.row_bytes / sizeof(T)) : first;
+      quantize_row(maxima, n, chunk / n.row_blocks, first - packet * kElements, round, part,
+                   [&](int) { return RowRange{first, end}; });
     }
   }
   end_ll<Case>(p, state);
 }
 
+// A warp holds a unit of a row. It sends a round when it has received the one before, which is less
+// far ahead than exchange_units() allows.
 template <typename T, typename Case, bool kQuantizes>
+__global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
+    ll128_norm_kernel(const __grid_constant__ CollectiveParams p,
+                      const __grid_constant__ NormParams n) {
+  __shared__ RowSums sums;
+  [[maybe_unused]] __shared__ RowMaxima maxima;
+  arrive_in_cluster();
+  const LLState state = begin_ll<Case>(p);
+  const ll128::Lane lane = ll128::this_lane();
+  const uint64_t first_of_block = uint64_t{blockIdx.x % n.row_blocks} * p.chunk * G::kLL128UnitData;
+  const uint64_t first = first_of_block + ll128::warp_of_block() * G::kLL128UnitData;
+  const uint64_t left = first < n.row_bytes ? n.row_bytes - first : 0;
+  const ll128::UnitPart of_row{first,
+                               static_cast<uint32_t>(min(left, uint64_t{G::kLL128UnitData}))};
+  const bool is_due = ll128::is_ll_due(of_row, lane);
+  bool is_good = try_enter(p, state.entry);
+
+  uint32_t round = 0;
+  for (uint32_t chunk = blockIdx.x; chunk < p.max_chunks; chunk += gridDim.x, ++round) {
+    const uint64_t row = chunk / n.row_blocks;
+    const ll128::UnitPart unit{row * n.row_bytes + first, of_row.bytes};
+    RowPart<T, 4> part[1];
+    Words<4> weight{};
+    if (is_good) {
+      const auto own = ll128::load_piece<Case>(p.send[p.rank], unit, lane);
+#pragma unroll
+      for (int peer = 0; peer < Case::kMaxRanks; ++peer) {
+        if (peer >= size_of<Case>(p) || peer == p.rank) continue;
+        const uint32_t epoch = state.epoch[peer] + 1 + round;
+        ll128::store_ll128(ll128::ll128_slot_of<Case>(p, peer, p.rank, epoch), own, lane, epoch,
+                           is_due);
+      }
+      const auto residual = ll128::load_piece<Case>(n.residual, unit, lane);
+      Words<4> bias{};
+      if (n.bias != nullptr) bias = ll128::load_piece<Case>(n.bias, of_row, lane);
+      weight = ll128::load_piece<Case>(n.weight, of_row, lane);
+      bool failed = false;
+      part[0].start(
+          ll128::combine_unit<T, Case>(p, state, lane, round, is_due, [&] { return own; }, failed));
+      is_good = !failed;
+      if (lane.is_short) part[0].clear_from(RowPart<T, 4>::kElements / 2);
+      part[0].add(residual);
+      part[0].add(bias);
+      part[0].round();
+      ll128::store_piece<Case>(n.residual_out, unit, lane, part[0].rounded());
+    }
+    float squares = part[0].squares();
+    is_good = sum_of_row(sums, n.row_blocks, round, is_good, squares);
+    if (!is_good) break;
+    part[0].norm(scale_of(squares, n.row_bytes / sizeof(T), n.eps), weight);
+    if (n.keeps_rows) ll128::store_piece<Case>(p.recv[0], unit, lane, part[0].rounded());
+    if constexpr (kQuantizes) {
+      const uint64_t begin = (first + lane.at) / sizeof(T);
+      const uint64_t length = RowPart<T, 4>::kElements / (lane.is_short ? 2 : 1);
+      const uint64_t end = min(begin + length, n.row_bytes / sizeof(T));
+      quantize_row(maxima, n, row, first_of_block / sizeof(T), round, part,
+                   [&](int) { return RowRange{begin, end}; });
+    }
+  }
+  end_ll<Case>(p, state);
+}
+
+template <typename T, typename Case>
 __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
     simple_norm_kernel(const __grid_constant__ CollectiveParams p,
                        const __grid_constant__ NormParams n) {
   constexpr int kVectorsPerThread = G::kVectors / G::kThreads;
   __shared__ RowSums sums;
-  [[maybe_unused]] __shared__ RowMaxima maxima;
   arrive_in_cluster();
   exchange<Case>(p, [&](const BlockState& state, uint32_t chunk, uint32_t round, bool is_good) {
     const uint64_t first = uint64_t{chunk} * p.chunk;
@@ -123,30 +187,30 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
       if (!n.keeps_rows) continue;
       store_words<Case>(p.recv[0] + (first + i) * kVector, part[j].rounded(), kVector);
     }
-    if constexpr (kQuantizes) {
-      constexpr uint64_t kElements = RowPart<T, 4>::kElements;
-      quantize_row(maxima, n, chunk / n.row_blocks, first_of_row * kElements, round, part,
-                   [&](int j) {
-                     const uint32_t i = index(j);
-                     return i == ~0U ? ~0ULL : (first_of_row + i) * kElements;
-                   });
-    }
     return true;
   });
 }
 
 // --- Launching -----------------------------------------------------------------------------------
 
-// Calls `act(T{}, Case{}, quantizes)`, the last as a type.
+// Calls `act(T{}, Case{}, quantizes)`, the last as a type. Rows of a 16-bit type may be quantized;
+// the most common cases have kernels of their own for that.
 template <typename Act>
 cudaError_t for_norm(ReductionType type, const CollectiveParams& params, const NormParams& norm,
                      size_t unit, const Act& act) {
   const bool is_fast_path = is_unit_aligned(params, unit) && is_norm_unit_aligned(norm, unit);
   return for_norm_type(type, [&](auto zero) {
-    return for_case(params, is_fast_path, [&](auto which) {
-      return for_quantization<decltype(zero)>(
-          norm, [&](auto quantizes) { return act(zero, which, quantizes); });
-    });
+    if (norm.scaling == NormScaling::none) {
+      return for_case(params, is_fast_path,
+                      [&](auto which) { return act(zero, which, std::false_type{}); });
+    }
+    if constexpr (sizeof(zero) == 2) {
+      if (is_fast_path && params.size == 2) return act(zero, FastCase<2>{}, std::true_type{});
+      if (is_fast_path && params.size == 4) return act(zero, FastCase<4>{}, std::true_type{});
+      return act(zero, GenericCase{}, std::true_type{});
+    } else {
+      return cudaErrorInvalidValue;
+    }
   });
 }
 
@@ -157,35 +221,58 @@ constexpr size_t kWordBytes = 4;
 cudaError_t launch_ll_norm(ReductionType type, const CollectiveParams& params,
                            const NormParams& norm, const LaunchConfig& launch) {
   return for_norm(type, params, norm, kWordBytes, [&](auto zero, auto which, auto quantizes) {
-    return launch_kernel(
-        ll_norm_kernel<decltype(zero), decltype(which), decltype(quantizes)::value>, launch, params,
-        norm);
+    constexpr auto kKernel =
+        ll_norm_kernel<decltype(zero), decltype(which), decltype(quantizes)::value>;
+    return launch_kernel(kKernel, launch, params, norm);
+  });
+}
+
+cudaError_t launch_ll128_norm(ReductionType type, const CollectiveParams& params,
+                              const NormParams& norm, const LaunchConfig& launch) {
+  return for_norm(type, params, norm, kVector, [&](auto zero, auto which, auto quantizes) {
+    constexpr auto kKernel =
+        ll128_norm_kernel<decltype(zero), decltype(which), decltype(quantizes)::value>;
+    return launch_kernel(kKernel, launch, params, norm);
   });
 }
 
 cudaError_t launch_simple_norm(ReductionType type, const CollectiveParams& params,
                                const NormParams& norm, const LaunchConfig& launch) {
   return for_norm(type, params, norm, kVector, [&](auto zero, auto which, auto quantizes) {
-    return launch_kernel(
-        simple_norm_kernel<decltype(zero), decltype(which), decltype(quantizes)::value>, launch,
-        params, norm);
+    if constexpr (decltype(quantizes)::value) {
+      return cudaErrorInvalidValue;
+    } else {
+      constexpr auto kKernel = simple_norm_kernel<decltype(zero), decltype(which)>;
+      return launch_kernel(kKernel, launch, params, norm);
+    }
   });
 }
+
+namespace {
+
+template <typename T, typename Case, bool kQuantizes>
+cudaError_t load_line_norm_kernels() {
+  const cudaError_t status = load_kernel(ll_norm_kernel<T, Case, kQuantizes>);
+  return status == cudaSuccess ? load_kernel(ll128_norm_kernel<T, Case, kQuantizes>) : status;
+}
+
+}  // namespace
 
 cudaError_t load_norm_kernels() {
   for (const ReductionType type : {ReductionType::f16, ReductionType::bf16, ReductionType::f32}) {
     const cudaError_t status = for_norm_type(type, [](auto zero) {
       using T = decltype(zero);
-      return load_cases([](auto which) {
+      cudaError_t loaded = load_cases([](auto which) {
         using Case = decltype(which);
-        cudaError_t status = load_kernel(ll_norm_kernel<T, Case, false>);
-        if (status == cudaSuccess) status = load_kernel(simple_norm_kernel<T, Case, false>);
-        if constexpr (sizeof(T) == 2) {
-          if (status == cudaSuccess) status = load_kernel(ll_norm_kernel<T, Case, true>);
-          if (status == cudaSuccess) status = load_kernel(simple_norm_kernel<T, Case, true>);
-        }
-        return status;
+        const cudaError_t lines = load_line_norm_kernels<T, Case, false>();
+        return lines == cudaSuccess ? load_kernel(simple_norm_kernel<T, Case>) : lines;
       });
+      if constexpr (sizeof(T) == 2) {
+        if (loaded == cudaSuccess) loaded = load_line_norm_kernels<T, FastCase<2>, true>();
+        if (loaded == cudaSuccess) loaded = load_line_norm_kernels<T, FastCase<4>, true>();
+        if (loaded == cudaSuccess) loaded = load_line_norm_kernels<T, GenericCase, true>();
+      }
+      return loaded;
     });
     if (status != cudaSuccess) return status;
   }

@@ -21,6 +21,11 @@ class RowPart {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) at_[i] += element(words, i);
   }
+  // Sets the elements from `begin` on to zero.
+  __device__ __forceinline__ void clear_from(int begin) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) at_[i] = i < begin ? at_[i] : 0;
+  }
   // Rounds to the precision in which the row is stored.
   __device__ __forceinline__ void round() {
 #pragma unroll
@@ -177,17 +182,19 @@ __device__ __forceinline__ uint32_t largest_of_row(RowMaxima& maxima, uint32_t b
 // Stores the first `valid` bytes.
 template <int kBytes>
 __device__ __forceinline__ void store_bytes(uint8_t* to, const uint8_t* bytes, uint64_t valid) {
+  const auto bits = reinterpret_cast<uintptr_t>(to);
   if constexpr (kBytes == 8) {
-    if (valid >= kBytes && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
+    if (valid >= 8 && bits % 8 == 0) {
       uint2 all;
       std::memcpy(&all, bytes, sizeof(all));
       *reinterpret_cast<uint2*>(to) = all;
       return;
     }
   }
-  if (kBytes % 2 == 0 && valid >= kBytes && reinterpret_cast<uintptr_t>(to) % 2 == 0) {
+  if (valid % 2 == 0 && bits % 2 == 0) {
 #pragma unroll
     for (int i = 0; i < kBytes; i += 2) {
+      if (i >= valid) continue;
       reinterpret_cast<uint16_t*>(to)[i / 2] = static_cast<uint16_t>(bytes[i] | bytes[i + 1] << 8);
     }
     return;
@@ -198,23 +205,28 @@ __device__ __forceinline__ void store_bytes(uint8_t* to, const uint8_t* bytes, u
   }
 }
 
-// Quantizes a normalized row. parts[j] of this thread begins at element first_of(j) of the row; it
-// has none if that is not less than the elements of the row. The threads of a block hold elements
-// from `first_of_block` on, and in all a multiple of kNormScaleBlock unless the row ends. All
-// threads of the row's blocks call this after sum_of_row() of the same round.
-template <typename T, int kWords, int kParts, typename FirstOf>
+// Elements of a row: of a thread's part, or of a whole block.
+struct RowRange {
+  uint64_t begin;
+  uint64_t end;  // not greater than begin: none
+};
+
+// Quantizes a normalized row. parts[j] of this thread are the elements range_of(j); the elements of
+// a block begin at `first_of_block`, and their number is a multiple of kNormScaleBlock unless the
+// row ends. All threads of the row's blocks call this after sum_of_row() of the same round.
+template <typename T, int kWords, int kParts, typename RangeOf>
 __device__ __forceinline__ void quantize_row(RowMaxima& maxima, const NormParams& n, uint64_t row,
                                              uint64_t first_of_block, uint32_t round,
                                              const RowPart<T, kWords> (&parts)[kParts],
-                                             const FirstOf& first_of) {
+                                             const RangeOf& range_of) {
   constexpr int kElements = RowPart<T, kWords>::kElements;
   const uint64_t elements = n.row_bytes / sizeof(T);
   const uint64_t first_scale = first_of_block / kNormScaleBlock;
 
-  // A part has elements of at most two blocks of scales: those before element next_scale(first),
+  // A part has elements of at most two blocks of scales: those before element next_scale(begin),
   // and the others.
-  const auto next_scale = [](uint64_t first) {
-    return (first / kNormScaleBlock + 1) * kNormScaleBlock;
+  const auto next_scale = [](uint64_t begin) {
+    return (begin / kNormScaleBlock + 1) * kNormScaleBlock;
   };
   struct Largest {
     uint32_t before = 0;
@@ -222,23 +234,24 @@ __device__ __forceinline__ void quantize_row(RowMaxima& maxima, const NormParams
   };
   const auto largest_of = [&](int j) {
     Largest largest;
-    const uint64_t next = next_scale(first_of(j));
+    const RowRange range = range_of(j);
+    const uint64_t next = next_scale(range.begin);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      const uint64_t at = first_of(j) + i;
-      if (at >= elements) continue;
+      if (range.begin + i >= range.end) continue;
       const uint32_t magnitude = __float_as_uint(fabsf(parts[j].value(i)));
-      uint32_t& of = at < next ? largest.before : largest.after;
+      uint32_t& of = range.begin + i < next ? largest.before : largest.after;
       of = max(of, magnitude);
     }
     return largest;
   };
   const auto store = [&](int j, float before, float after) {
-    const uint64_t first = first_of(j);
-    const uint64_t next = next_scale(first);
+    const RowRange range = range_of(j);
+    const uint64_t next = next_scale(range.begin);
     uint8_t bytes[kElements + kElements % 2];
     const auto scaled = [&](int i) {
-      return i < kElements ? __fmul_rn(parts[j].value(i), first + i < next ? before : after) : 0.0F;
+      if (i >= kElements) return 0.0F;
+      return __fmul_rn(parts[j].value(i), range.begin + i < next ? before : after);
     };
 #pragma unroll
     for (int i = 0; i < kElements; i += 2) {
@@ -246,32 +259,36 @@ __device__ __forceinline__ void quantize_row(RowMaxima& maxima, const NormParams
       bytes[i] = static_cast<uint8_t>(both);
       bytes[i + 1] = static_cast<uint8_t>(both >> 8);
     }
-    store_bytes<kElements>(n.quantized + row * elements + first, bytes, elements - first);
+    uint8_t* const to = n.quantized + row * elements + range.begin;
+    store_bytes<kElements>(to, bytes, range.end - range.begin);
   };
+  const auto has_part = [&](int j) { return range_of(j).begin < range_of(j).end; };
 
   if (n.scaling == NormScaling::block) {
     for (uint32_t i = threadIdx.x; i < kMaxNormScales; i += blockDim.x) maxima.of_scale[i] = 0;
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < kParts; ++j) {
-      if (first_of(j) >= elements) continue;
+      if (!has_part(j)) continue;
       const Largest largest = largest_of(j);
-      uint32_t* const of = maxima.of_scale + (first_of(j) / kNormScaleBlock - first_scale);
+      uint32_t* const of = maxima.of_scale + (range_of(j).begin / kNormScaleBlock - first_scale);
       atomicMax(of, largest.before);
       if (largest.after != 0) atomicMax(of + 1, largest.after);
     }
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < kParts; ++j) {
-      const uint64_t first = first_of(j);
-      if (first >= elements) continue;
-      const uint64_t scale = first / kNormScaleBlock;
+      if (!has_part(j)) continue;
+      const RowRange range = range_of(j);
+      const uint64_t scale = range.begin / kNormScaleBlock;
       const uint32_t* const of = maxima.of_scale + (scale - first_scale);
-      const bool has_next = min(first + kElements, elements) > next_scale(first);
+      const bool has_next = range.end > next_scale(range.begin);
       const float before = scale_from_amax<false>(of[0], false);
       const float after = has_next ? scale_from_amax<false>(of[1], false) : 0.0F;
       store(j, before, after);
-      if (first % kNormScaleBlock == 0) n.scale_inv[scale * n.rows + row] = __frcp_rn(before);
+      if (range.begin % kNormScaleBlock == 0) {
+        n.scale_inv[scale * n.rows + row] = __frcp_rn(before);
+      }
       if (has_next) n.scale_inv[(scale + 1) * n.rows + row] = __frcp_rn(after);
     }
     return;
@@ -281,7 +298,7 @@ __device__ __forceinline__ void quantize_row(RowMaxima& maxima, const NormParams
     uint32_t largest = 0;
 #pragma unroll
     for (int j = 0; j < kParts; ++j) {
-      if (first_of(j) >= elements) continue;
+      if (!has_part(j)) continue;
       const Largest of_part = largest_of(j);
       largest = max(largest, max(of_part.before, of_part.after));
     }
@@ -291,10 +308,10 @@ __device__ __forceinline__ void quantize_row(RowMaxima& maxima, const NormParams
   }
 #pragma unroll
   for (int j = 0; j < kParts; ++j) {
-    if (first_of(j) >= elements) continue;
+    if (!has_part(j)) continue;
     store(j, scale, scale);
     const bool writes_scale = n.scaling == NormScaling::row || row == 0;
-    if (first_of(j) == 0 && writes_scale) n.scale_inv[row] = __frcp_rn(scale);
+    if (range_of(j).begin == 0 && writes_scale) n.scale_inv[row] = __frcp_rn(scale);
   }
 }
 
@@ -307,17 +324,6 @@ inline bool is_norm_unit_aligned(const NormParams& norm, size_t unit) {
     bits |= reinterpret_cast<uintptr_t>(data);
   }
   return bits % unit == 0;
-}
-
-// Calls `act` with true as a type if the rows are quantized, which must be of a 16-bit type T.
-template <typename T, typename Act>
-cudaError_t for_quantization(const NormParams& norm, const Act& act) {
-  if (norm.scaling == NormScaling::none) return act(std::false_type{});
-  if constexpr (sizeof(T) == 2) {
-    return act(std::true_type{});
-  } else {
-    return cudaErrorInvalidValue;
-  }
 }
 
 // Calls `act(T{})`.

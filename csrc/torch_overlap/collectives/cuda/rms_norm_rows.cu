@@ -46,9 +46,22 @@ __global__ void __launch_bounds__(G::kThreads)
     if (n.keeps_rows) store_words<Case>(row + at, part[j].rounded(), n.row_bytes - at);
   }
   if constexpr (kQuantizes) {
-    quantize_row(maxima, n, blockIdx.x, 0, 0, part, [](int j) {
-      return (threadIdx.x + uint64_t{G::kThreads} * j) * RowPart<T, 4>::kElements;
+    quantize_row(maxima, n, blockIdx.x, 0, 0, part, [&](int j) {
+      constexpr uint64_t kElements = RowPart<T, 4>::kElements;
+      const uint64_t begin = (threadIdx.x + uint64_t{G::kThreads} * j) * kElements;
+      return RowRange{begin, min(begin + kElements, n.row_bytes / sizeof(T))};
     });
+  }
+}
+
+// Calls `act` with true as a type if the rows are quantized, which must be of a 16-bit type T.
+template <typename T, typename Act>
+cudaError_t for_quantization(const NormParams& norm, const Act& act) {
+  if (norm.scaling == NormScaling::none) return act(std::false_type{});
+  if constexpr (sizeof(T) == 2) {
+    return act(std::true_type{});
+  } else {
+    return cudaErrorInvalidValue;
   }
 }
 

@@ -210,8 +210,14 @@ cudaError_t launch_norm_kernel(const Call& call, const CollectivePlan& plan,
   }
   params.max_chunks = norm.rows * norm.row_blocks;
   std::fill_n(params.chunks, params.size, params.max_chunks);
-  return plan.protocol == Protocol::ll ? launch_ll_norm(type, params, norm, launch)
-                                       : launch_simple_norm(type, params, norm, launch);
+  switch (plan.protocol) {
+    case Protocol::ll:
+      return launch_ll_norm(type, params, norm, launch);
+    case Protocol::ll128:
+      return launch_ll128_norm(type, params, norm, launch);
+    default:
+      return launch_simple_norm(type, params, norm, launch);
+  }
 }
 
 cudaError_t launch_copy(const CollectivePlan& plan, const CollectiveParams& params,
