@@ -143,7 +143,7 @@ compat:
 	FORCE_CUDA=0 $(MAKE) -C build/compat test TORCH=torch PYTHON= PYTHONPATH=
 
 # The C++ tests of the layers without Python: what needs only the standard library, and the communicators over `local`
-# and `fake`. First AddressSanitizer with UndefinedBehaviorSanitizer, then ThreadSanitizer. SUITES='Lanes.*' runs some.
+# and `fake`. First AddressSanitizer with UndefinedBehaviorSanitizer, then ThreadSanitizer. SUITES='Failures.*' runs some.
 SANITIZED = build/sanitize-$(1)
 SUITES ?= *
 define sanitize

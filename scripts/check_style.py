@@ -39,11 +39,12 @@ OPENINGS = {
 WORDS = {
     r"\bkMost[A-Z]\w*": "kMax...",
     r"\bkLeast[A-Z]\w*": "kMin...",
-    r"\w*obstacle\w*": "unsupported_reason",
-    r"\bso (?:many|much)\b": "the quantity, with its unit",
-    r"\b(?:un)?told\b": "'notified', 'signalled', or the flag that is set",
-    r"\b(?:graveyard|coffin|bury|buried)\b": "deferred deletion",
-    r"\bcomes? to it\b": "'reaches', 'calls'",
+    r"(?i)\w*obstacle\w*": "unsupported_reason",
+    r"(?i)\bso (?:many|much)\b": "the quantity, with its unit",
+    r"(?i)\b(?:un)?told\b": "'notified', 'signalled', or the flag that is set",
+    r"(?i)\w*(?:graveyard|coffin|bury|buried)\w*": "deferred deletion",
+    r"\b\w*Lanes\b|\b(?:single|compute|comm)_lanes?\b": "streams (overlap/), task queues (comm/host/)",
+    r"(?i)\bcomes? to it\b": "'reaches', 'calls'",
 }
 
 COMMENT_CPP = re.compile(
@@ -91,9 +92,7 @@ def bad_words(name: str, text: str) -> Iterator[tuple[int, str]]:
             yield line, f"comment begins with '{word[0]}': {OPENINGS[word[0]]}"
     if name.startswith(("csrc/", "torch_overlap/")):
         for pattern, instead in WORDS.items():
-            for match in re.finditer(
-                pattern, text, re.IGNORECASE if "kM" not in pattern and "kL" not in pattern else 0
-            ):
+            for match in re.finditer(pattern, text):
                 yield text.count("\n", 0, match.start()) + 1, f"'{match[0]}': write {instead}"
 
 

@@ -32,7 +32,7 @@ class ChannelRowExchange final : public RowExchange {
     operation_.put([&](OverlapChannel::Session& session) {
       gathered_ = channel_->data(0, {own(), total_}, matrices[0].scalar_type());
       for (size_t step = 0; step < steps(); ++step) send(session, step);
-      session.lanes.run(0, "copy", [this] {
+      session.streams.run(0, "copy", [this] {
         const IndexRange all{0, own()};
         for (size_t i = 0; i < matrices_.size(); ++i) {
           destination(i, rank_, all).copy_(part(i, rank_, all));
@@ -51,7 +51,7 @@ class ChannelRowExchange final : public RowExchange {
       for (size_t i = 0; i < matrices_.size(); ++i) {
         const int64_t column = column_offsets_[i] + rank_ * matrices_[i].size(1);
         const bool is_last = i + 1 == matrices_.size();
-        session.exchange(session.lanes.comm(),
+        session.exchange(session.streams.comm(),
                          {.to = exchange.to,
                           .give = part(i, exchange.to, rows),
                           .at = (rows.begin * total_ + column) * element_bytes(gathered_),
@@ -71,7 +71,7 @@ class ChannelRowExchange final : public RowExchange {
         if (peer != rank_) flags.push_back(static_cast<int>(step) * size_ + peer);
       }
       if (!flags.empty()) session.wait_for_flags(0, flags);
-      session.lanes.join_lane(0);
+      session.streams.join_stream(0);
     });
   }
 
@@ -91,7 +91,7 @@ class ChannelColumnExchange final : public ColumnExchange {
         operation_(op, *channel_,
                    {.begin = EntryPayload{.rows = into[0].size(0),
                                           .signature = OpSignature::all_to_all_columns()},
-                    .begin_on_comm_lane = channel_->is_captured()}) {
+                    .begin_on_comm_stream = channel_->is_captured()}) {
     operation_.put([&](const OverlapChannel::Session&) {
       int64_t at = 0;
       for (const auto& result : results_) {
@@ -116,14 +116,14 @@ class ChannelColumnExchange final : public ColumnExchange {
 
   void transfer(size_t i, size_t step, const Exchange& exchange) override {
     operation_.put([&](OverlapChannel::Session& session) {
-      Lanes& lanes = session.lanes;
+      OverlapStreams& streams = session.streams;
       // The copy is enqueued after the product that followed its transfer: on a device with one
       // queue the product would wait, too.
       if (i == 0) copy_received(session);
       const bool is_last = i + 1 == results_.size();
       const auto give = part(i, step);
-      lanes.after(lanes.comm(), lanes.mark(0));
-      session.exchange(lanes.comm(),
+      streams.after(streams.comm(), streams.mark(0));
+      session.exchange(streams.comm(),
                        {.to = exchange.to,
                         .give = give,
                         .at = offsets_bytes_[i] + rank_ * static_cast<int64_t>(give.nbytes()),
@@ -135,16 +135,16 @@ class ChannelColumnExchange final : public ColumnExchange {
     });
   }
 
-  // Copies the parts of the rank of the previous exchange, on a lane that runs no product.
+  // Copies the parts of the rank of the previous exchange, on a stream that runs no product.
   void copy_received(OverlapChannel::Session& session) {
     if (!pending_source_) return;
     const int from = *std::exchange(pending_source_, std::nullopt);
-    Lanes& lanes = session.lanes;
-    const int lane = lanes.num_compute_lanes() - 1;
+    OverlapStreams& streams = session.streams;
+    const int stream = streams.num_compute_streams() - 1;
     // The other rank is as busy as this one until then.
-    lanes.after(lane, lanes.mark(lanes.comm()));
-    session.wait_for_flags(lane, {from});
-    lanes.run(lane, "copy", [this, from] {
+    streams.after(stream, streams.mark(streams.comm()));
+    session.wait_for_flags(stream, {from});
+    streams.run(stream, "copy", [this, from] {
       for (size_t j = 0; j < results_.size(); ++j)
         results_[j][from].copy_(receive_buffers_[j][from]);
     });

@@ -21,7 +21,7 @@ int64_t element_bytes(at::ScalarType dtype) {
 }
 
 // True if the copy of one rank's chunk of such rows takes less time than the host needs to set up
-// lanes.
+// streams.
 bool is_small_transfer(const RowShare& share, const at::Tensor& rows) {
   constexpr int64_t kBytes = 512 << 10;
   const int64_t bytes = share.largest() * rows.size(1) * element_bytes(rows.scalar_type());
@@ -126,7 +126,7 @@ void gather_in_chunks(GatherProducts products, Algorithm algorithm) {
                    .scales = buffers.scales,
                    .order = GatherOrder::all_pairs,
                    .method = gather_method(algorithm),
-                   .single_lane = is_small_transfer(share, products.own)});
+                   .single_stream = is_small_transfer(share, products.own)});
   // The other ranks' rows are in place.
   const auto copy_own = [&](const at::Tensor& own, const at::Tensor& all) {
     row_view(all, share.begin(products.comm->rank()), own.size(0)).copy_(own);
@@ -213,7 +213,7 @@ void scatter_in_chunks(ScatterProducts products, Algorithm algorithm) {
                     .bias = contiguous_or_undefined(products.bias),
                     .ranks_share_k = products.ranks_share_k,
                     .fused = algorithm == Algorithm::fused,
-                    .single_lane = is_small_transfer(buffers.rows, products.out),
+                    .single_stream = is_small_transfer(buffers.rows, products.out),
                     .meanwhile = std::move(products.meanwhile)});
 }
 

@@ -180,7 +180,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
                       ": expected ranks that reach each other's memory, or a communicator; ",
                       channel->unsupported_reason_);
   channel->logs_ = Env::log_chunks();
-  channel->lanes_ = channel->device_->make_lanes(device, request.lanes);
+  channel->streams_ = channel->device_->make_streams(device, request.streams);
   if (channel->memory_) {
     channel->transport_ =
         channel->device_->make_transport(channel->memory_, {.layout = channel->layout_,
@@ -191,20 +191,20 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
   } else {
     channel->transport_ = std::make_unique<CommTransport>(group->comm());
   }
-  channel->lanes_->keep(channel->transport_->retained_resources());
+  channel->streams_->keep(channel->transport_->retained_resources());
   channel->group_ = std::move(group);
   ++channel_changes;
   return channel;
 }
 
 std::shared_ptr<OverlapChannel> OverlapChannel::over_communicator(
-    std::string_view op, const std::shared_ptr<TorchComm>& comm, const LaneOptions& lanes) {
+    std::string_view op, const std::shared_ptr<TorchComm>& comm, const StreamOptions& streams) {
   std::shared_ptr<OverlapChannel> channel(new OverlapChannel);
   channel->layout_ = {.size = comm->size()};
   channel->device_ = &overlap_device(op, comm->device().type());
   channel->unsupported_reason_ = "the channel moves data through the communicator";
   channel->logs_ = Env::log_chunks();
-  channel->lanes_ = channel->device_->make_lanes(comm->device(), lanes);
+  channel->streams_ = channel->device_->make_streams(comm->device(), streams);
   channel->transport_ = std::make_unique<CommTransport>(comm);
   channel->group_ = OverlapGroup::of(comm);
   return channel;
@@ -228,44 +228,44 @@ int64_t OverlapChannel::offset_of(const at::Tensor& tensor) const {
 }
 
 void OverlapChannel::Session::begin(const EntryPayload& operation) {
-  const int comm = lanes.comm();
-  lanes.run(comm, "begin", [this, operation] { transport.begin(operation); });
-  begin_mark_ = lanes.mark(comm);
-  is_after_begin_.assign(lanes.count(), false);
+  const int comm = streams.comm();
+  streams.run(comm, "begin", [this, operation] { transport.begin(operation); });
+  begin_mark_ = streams.mark(comm);
+  is_after_begin_.assign(streams.count(), false);
   is_after_begin_[comm] = true;
 }
 
-void OverlapChannel::Session::order_after_begin(int lane) {
-  if (is_after_begin_.empty() || is_after_begin_.at(lane)) return;
-  lanes.after(lane, begin_mark_);
-  is_after_begin_[lane] = true;
+void OverlapChannel::Session::order_after_begin(int stream) {
+  if (is_after_begin_.empty() || is_after_begin_.at(stream)) return;
+  streams.after(stream, begin_mark_);
+  is_after_begin_[stream] = true;
 }
 
-void OverlapChannel::Session::exchange(int lane, const Transport::Move& move) {
+void OverlapChannel::Session::exchange(int stream, const Transport::Move& move) {
   if (channel.logs_) channel.log_exchange(move);
-  order_after_begin(lane);
-  transport.exchange(lanes, lane, move);
+  order_after_begin(stream);
+  transport.exchange(streams, stream, move);
 }
 
-void OverlapChannel::Session::wait_for_flags(int lane, const std::vector<int>& flags) {
-  order_after_begin(lane);
-  transport.wait_for_flags(lanes, lane, flags);
+void OverlapChannel::Session::wait_for_flags(int stream, const std::vector<int>& flags) {
+  order_after_begin(stream);
+  transport.wait_for_flags(streams, stream, flags);
 }
 
-void OverlapChannel::Session::post(int lane, int flag) {
-  order_after_begin(lane);
-  transport.post(lanes, lane, flag);
+void OverlapChannel::Session::post(int stream, int flag) {
+  order_after_begin(stream);
+  transport.post(streams, stream, flag);
 }
 
-void OverlapChannel::Session::gemm(int lane, CheckedGemm& product) {
-  if (channel.logs_) channel.log_gemm(lane, product.args());
-  product.take_workspace_part(lane, lanes.num_compute_lanes());
-  lanes.run(lane, "gemm", [&product] { product.run(); });
+void OverlapChannel::Session::gemm(int stream, CheckedGemm& product) {
+  if (channel.logs_) channel.log_gemm(stream, product.args());
+  product.take_workspace_part(stream, streams.num_compute_streams());
+  streams.run(stream, "gemm", [&product] { product.run(); });
 }
 
-void OverlapChannel::Session::sum(int lane, const SumArgs& args) {
-  if (channel.logs_) channel.log_sum(lane, args);
-  lanes.run(lane, "sum", [&device = channel.device(), args] { device.sum(args); });
+void OverlapChannel::Session::sum(int stream, const SumArgs& args) {
+  if (channel.logs_) channel.log_sum(stream, args);
+  streams.run(stream, "sum", [&device = channel.device(), args] { device.sum(args); });
 }
 
 void OverlapChannel::log_exchange(const Transport::Move& move) const {
@@ -280,24 +280,24 @@ void OverlapChannel::log_exchange(const Transport::Move& move) const {
                       transport_->name(), "\n");
 }
 
-void OverlapChannel::log_gemm(int lane, const GemmArgs& args) const {
+void OverlapChannel::log_gemm(int stream, const GemmArgs& args) const {
   const auto [m, n, k] = gemm_shape(args);
   std::cerr << concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": product ", m,
-                      " x ", n, " x ", k, " on lane ", lane, "\n");
+                      " x ", n, " x ", k, " on stream ", stream, "\n");
 }
 
-void OverlapChannel::log_sum(int lane, const SumArgs& args) const {
+void OverlapChannel::log_sum(int stream, const SumArgs& args) const {
   std::cerr << concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": sum of ",
                       args.parts.size(), " parts of ", args.out.size(0), " x ", args.out.size(1),
-                      " on lane ", lane, "\n");
+                      " on stream ", stream, "\n");
 }
 
 OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channel,
                                      const OverlapCall& call)
     : channel_(channel),
       lock_(channel.mutex_, std::defer_lock),
-      session_(call.lender == nullptr ? *channel.lanes_ : *call.lender->lanes_, *channel.transport_,
-               channel) {
+      session_(call.lender == nullptr ? *channel.streams_ : *call.lender->streams_,
+               *channel.transport_, channel) {
   OverlapChannel* const lender = call.lender;
   if (lender != nullptr && lender != &channel) {
     lender_lock_ = std::unique_lock(lender->mutex_, std::defer_lock);
@@ -323,11 +323,11 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
     if (call.fills_device)
       resident_kernel_guard_ =
           channel.device().acquire_resident_kernel_lock(channel.group_->device());
-    const bool begins_on_comm_lane =
-        call.begin_on_comm_lane && channel.transport_->can_begin_on_comm_lane();
-    if (call.begin && !begins_on_comm_lane) channel.transport_->begin(*call.begin);
-    session_.lanes.fork(call.single_lane);
-    if (call.begin && begins_on_comm_lane) session_.begin(*call.begin);
+    const bool begins_on_comm_stream =
+        call.begin_on_comm_stream && channel.transport_->can_begin_on_comm_stream();
+    if (call.begin && !begins_on_comm_stream) channel.transport_->begin(*call.begin);
+    session_.streams.fork(call.single_stream);
+    if (call.begin && begins_on_comm_stream) session_.begin(*call.begin);
   } catch (...) {
     fail();
     throw;
@@ -336,14 +336,14 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
 
 OverlapChannel::Operation::~Operation() {
   if (!open_) return;
-  session_.lanes.cancel();
+  session_.streams.cancel();
   channel_.end_quietly();
   channel_.set_broken("it was given up");
 }
 
 void OverlapChannel::Operation::finish() {
   try {
-    session_.lanes.join();
+    session_.streams.join();
     resident_kernel_guard_.reset();
     channel_.leave();
   } catch (...) {
@@ -354,7 +354,7 @@ void OverlapChannel::Operation::finish() {
 }
 
 void OverlapChannel::Operation::fail() noexcept {
-  session_.lanes.cancel();
+  session_.streams.cancel();
   resident_kernel_guard_.reset();
   channel_.end_quietly();
   channel_.set_broken(Fault::current().text);
@@ -388,7 +388,7 @@ void OverlapChannel::check() const {
   transport_->check();
 }
 
-void OverlapChannel::drain(std::chrono::milliseconds timeout) noexcept { lanes_->drain(timeout); }
+void OverlapChannel::drain(std::chrono::milliseconds timeout) noexcept { streams_->drain(timeout); }
 
 OverlapChannel::Use::Use(OverlapChannel& channel) : channel_(channel), lock_(channel.mutex_) {
   channel_.enter();
@@ -400,19 +400,19 @@ OverlapChannel::Use::~Use() {
 }
 
 void OverlapChannel::enter() {
-  if (uses_ == 0) lanes_->enter();
+  if (uses_ == 0) streams_->enter();
 }
 
 void OverlapChannel::leave() {
   if (uses_ > 0) return;
   transport_->end();
-  lanes_->leave();
+  streams_->leave();
 }
 
 void OverlapChannel::end_quietly() noexcept {
   try {
     transport_->end();
-    lanes_->leave();
+    streams_->leave();
   } catch (const std::exception&) {  // the device is broken, or the capture is
   }
 }

@@ -79,22 +79,24 @@ struct OverlapCall {
   // entered it, and a mismatch fails on both ranks. Empty: a kernel of the operation does the entry
   // itself.
   std::optional<EntryPayload> begin;
-  OverlapChannel* lender = nullptr;  // channel whose lanes are used; null: the channel's own
-  bool single_lane = false;          // see Lanes::fork()
-  // Runs begin() on the communication lane. Other lanes are ordered after it only from their first
-  // exchange(), arrived(), post() or order_after_begin() on. For operations of which no other rank
-  // sees anything before a GEMM is done: begin() may run late while that GEMM occupies all SMs. If
-  // false, or if the transport does not support it, all lanes are ordered after begin().
-  bool begin_on_comm_lane = false;
+  OverlapChannel* lender = nullptr;  // channel whose streams are used; null: the channel's own
+  bool single_stream = false;        // see OverlapStreams::fork()
+  // Runs begin() on the communication stream. Other streams are ordered after it only from their
+  // first exchange(), wait_for_flags(), post() or order_after_begin() on. For operations of which
+  // no other rank sees anything before a GEMM is done: begin() may run late while that GEMM
+  // occupies all SMs. If false, or if the transport does not support it, all streams are ordered
+  // after begin().
+  bool begin_on_comm_stream = false;
   // See OverlapDevice::acquire_resident_kernel_lock().
   bool fills_device = false;
 };
 
 // State that the ranks of a group share for overlapped operations: on each rank a piece of memory
-// that the others write to, lanes to run work on, and a transport. Operations run one at a time, in
-// the order of the calls, which must be the same on all ranks. Each is ordered after the previous
-// one even if the caller's stream is another. Any other access to the data must be declared by a
-// Use. In CUDA graphs the order between a replay and anything else is that of the streams.
+// that the others write to, streams to run work on, and a transport. Operations run one at a time,
+// in the order of the calls, which must be the same on all ranks. Each is ordered after the
+// previous one even if the caller's stream is another. Any other access to the data must be
+// declared by a Use. In CUDA graphs the order between a replay and anything else is that of the
+// streams.
 //
 // Lifetime: create() is collective. Destruction is not: it frees this rank's memory after no other
 // rank has it mapped. Thread-safe: a lock serializes operations.
@@ -107,7 +109,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     int64_t bytes = 0;
     int flags = 0;
     int tiles = 0;
-    LaneOptions lanes{};
+    StreamOptions streams{};
     bool use_ce = false;
     int blocks = 16;
     int cluster = 1;
@@ -122,7 +124,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   // passes the memory. Local, and possible during a capture.
   static std::shared_ptr<OverlapChannel> over_communicator(std::string_view op,
                                                            const std::shared_ptr<TorchComm>& comm,
-                                                           const LaneOptions& lanes);
+                                                           const StreamOptions& streams);
 
   const OverlapGroup& group() const { return *group_; }
   int64_t bytes() const { return layout_.bytes; }
@@ -137,7 +139,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   const std::string& unsupported_reason() const { return unsupported_reason_; }
   // Returns SymmetricMemory::shares_devices().
   bool shares_devices() const;
-  // True if the caller's stream is being captured: lanes are then branches of a graph and cost
+  // True if the caller's stream is being captured: streams are then branches of a graph and cost
   // nothing.
   bool is_captured() const;
 
@@ -172,37 +174,38 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   class Operation;
 
   // One operation: between the fork from the caller's stream and the join, `body` enqueues work on
-  // the lanes of this channel, or on those of a lender.
+  // the streams of this channel, or on those of a lender.
   class TORCH_OVERLAP_API Session {
    public:
-    Session(Lanes& its_lanes, Transport& its_transport, const OverlapChannel& its_channel)
-        : lanes(its_lanes), transport(its_transport), channel(its_channel) {}
-    Lanes& lanes;
+    Session(OverlapStreams& its_streams, Transport& its_transport,
+            const OverlapChannel& its_channel)
+        : streams(its_streams), transport(its_transport), channel(its_channel) {}
+    OverlapStreams& streams;
     Transport& transport;
     const OverlapChannel& channel;
 
-    // Orders the lane after begin(), for work that uses the transport directly. The functions below
-    // do so where it is needed.
-    void order_after_begin(int lane);
-    void exchange(int lane, const Transport::Move& move);
-    // Enqueues a GEMM on the lane. `product` must live until the lanes are joined.
-    void gemm(int lane, CheckedGemm& product);
-    // Enqueues a sum on the lane.
-    void sum(int lane, const SumArgs& args);
-    void wait_for_flags(int lane, const std::vector<int>& flags);
-    void post(int lane, int flag);
+    // Orders the stream after begin(), for work that uses the transport directly. The functions
+    // below do so where it is needed.
+    void order_after_begin(int stream);
+    void exchange(int stream, const Transport::Move& move);
+    // Enqueues a GEMM on the stream. `product` must live until the streams are joined.
+    void gemm(int stream, CheckedGemm& product);
+    // Enqueues a sum on the stream.
+    void sum(int stream, const SumArgs& args);
+    void wait_for_flags(int stream, const std::vector<int>& flags);
+    void post(int stream, int flag);
 
    private:
     friend class Operation;
     void begin(const EntryPayload& operation);
-    Lanes::Mark begin_mark_{};
-    std::vector<bool> is_after_begin_;  // by lane; empty: all lanes are
+    OverlapStreams::Mark begin_mark_{};
+    std::vector<bool> is_after_begin_;  // by stream; empty: all streams are
   };
   template <typename Body>
   void operate(std::string_view op, const Body& body, const OverlapCall& call = {});
 
   // An operation that stays in flight while the caller does other work, on other channels too:
-  // finish() joins the lanes. If it is destroyed without finish(), the channel can no longer be
+  // finish() joins the streams. If it is destroyed without finish(), the channel can no longer be
   // used.
   class TORCH_OVERLAP_API Operation {
    public:
@@ -244,7 +247,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   at::Tensor part_;  // bytes
   std::shared_ptr<SymmetricMemory> memory_;
   std::string unsupported_reason_;
-  std::unique_ptr<Lanes> lanes_;
+  std::unique_ptr<OverlapStreams> streams_;
   std::unique_ptr<Transport> transport_;
   mutable std::recursive_mutex mutex_;
   int uses_ = 0;                   // number of live uses
@@ -258,8 +261,8 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   void end_quietly() noexcept;
   void set_broken(std::string why);
   void log_exchange(const Transport::Move& move) const;
-  void log_gemm(int lane, const GemmArgs& args) const;
-  void log_sum(int lane, const SumArgs& args) const;
+  void log_gemm(int stream, const GemmArgs& args) const;
+  void log_sum(int stream, const SumArgs& args) const;
   std::string broken_;  // error that ended an operation half way; empty: none
 };
 

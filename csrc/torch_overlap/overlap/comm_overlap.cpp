@@ -42,9 +42,9 @@ OverlapChannel::Request channel_request(const OverlapGroup& group, const CommOve
   const int products = config.method == CommOverlapMethod::BULK ? 1
                        : is_ring ? config.tp_size / (config.aggregate_ag ? 2 : 1)
                                  : config.num_splits;
-  request.lanes = {.num_compute_lanes = std::max(1, std::min(config.num_max_streams, products)),
-                   .compute_priority = config.gemm_priority,
-                   .comm_priority = config.comm_priority};
+  request.streams = {.num_compute_streams = std::max(1, std::min(config.num_max_streams, products)),
+                     .compute_priority = config.gemm_priority,
+                     .comm_priority = config.comm_priority};
   request.use_ce = config.use_ce;
   request.blocks = config.num_comm_sm;
   request.cluster = config.comm_cga_size;

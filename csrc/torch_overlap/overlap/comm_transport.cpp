@@ -4,30 +4,31 @@
 
 namespace torch_overlap {
 
-void CommTransport::exchange(Lanes& lanes, int lane, const Move& move) {
+void CommTransport::exchange(OverlapStreams& streams, int stream, const Move& move) {
   auto started = std::make_shared<WorkPtr>();
-  lanes.run(lane, "exchange", [comm = comm_.lock(), move, started] {
+  streams.run(stream, "exchange", [comm = comm_.lock(), move, started] {
     std::vector<P2POp> ops;
     if (move.give.numel() > 0) ops.push_back({P2POp::Type::SEND, move.give, move.to});
     if (move.get.numel() > 0) ops.push_back({P2POp::Type::RECV, move.get, move.from});
     if (!ops.empty()) *started = comm->batch_send_recv(std::move(ops), /*async_op=*/true);
   });
   pending_recvs_.insert_or_assign(move.get_flag,
-                                  PendingRecv{.started = lanes.mark(lane), .work = started});
+                                  PendingRecv{.started = streams.mark(stream), .work = started});
 }
 
-void CommTransport::wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) {
+void CommTransport::wait_for_flags(OverlapStreams& streams, int stream,
+                                   const std::vector<int>& flags) {
   for (const int flag : flags) {
     const auto found = pending_recvs_.find(flag);
     TORCH_OVERLAP_CHECK(found != pending_recvs_.end(), kRuntime, "expected an exchange for flag ",
                         flag, ", got none");
-    // The lane of the exchange may not have started it yet.
-    lanes.after(lane, found->second.started);
-    lanes.wait(lane, found->second.work);
+    // The stream of the exchange may not have started it yet.
+    streams.after(stream, found->second.started);
+    streams.wait(stream, found->second.work);
   }
 }
 
-void CommTransport::post(Lanes&, int, int) {
+void CommTransport::post(OverlapStreams&, int, int) {
   fail(ErrorKind::kUnsupported, "post: expected ranks that reach each other's memory");
 }
 

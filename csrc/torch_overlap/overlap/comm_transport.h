@@ -20,17 +20,17 @@ class CommTransport final : public Transport {
   // data is overwritten.
   void begin(const EntryPayload&) override { pending_recvs_.clear(); }
   void end() override { pending_recvs_.clear(); }
-  void exchange(Lanes& lanes, int lane, const Move& move) override;
-  void wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) override;
-  void post(Lanes& lanes, int lane, int flag) override;
+  void exchange(OverlapStreams& streams, int stream, const Move& move) override;
+  void wait_for_flags(OverlapStreams& streams, int stream, const std::vector<int>& flags) override;
+  void post(OverlapStreams& streams, int stream, int flag) override;
   at::Tensor peer(int rank, int64_t at, c10::IntArrayRef sizes,
                   at::ScalarType dtype) const override;
 
  private:
   const std::weak_ptr<TorchComm> comm_;  // weak: the communicator may own the channel
   struct PendingRecv {
-    Lanes::Mark started;            // after the item that sets `work`
-    std::shared_ptr<WorkPtr> work;  // set when the lane runs that item
+    OverlapStreams::Mark started;   // after the item that sets `work`
+    std::shared_ptr<WorkPtr> work;  // set when the stream runs that item
   };
   std::map<int, PendingRecv> pending_recvs_;  // by flag: the exchange whose data the flag signals
 };

@@ -11,8 +11,8 @@
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/overlap/fused.h"
-#include "torch_overlap/overlap/lanes.h"
 #include "torch_overlap/overlap/low_latency.h"
+#include "torch_overlap/overlap/streams.h"
 #include "torch_overlap/overlap/transport.h"
 #include "torch_overlap/symm/symmetric_memory.h"
 
@@ -80,7 +80,8 @@ class TORCH_OVERLAP_API OverlapDevice {
  public:
   virtual ~OverlapDevice() = default;
 
-  virtual std::unique_ptr<Lanes> make_lanes(c10::Device device, const LaneOptions& options) = 0;
+  virtual std::unique_ptr<OverlapStreams> make_streams(c10::Device device,
+                                                       const StreamOptions& options) = 0;
   virtual std::unique_ptr<Transport> make_transport(std::shared_ptr<SymmetricMemory> memory,
                                                     const PeerMappedOptions& options) = 0;
   // Enqueues the sum on the current stream. 8- and 16-bit floats accumulate in fp32 and are rounded

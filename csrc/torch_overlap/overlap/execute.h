@@ -12,7 +12,7 @@
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/schedule.h"
 
-// The overlapped operations: each enqueues work on the lanes of a channel. Callers check the
+// The overlapped operations: each enqueues work on the streams of a channel. Callers check the
 // arguments; the checks here throw before anything is sent.
 namespace torch_overlap {
 
@@ -40,7 +40,7 @@ struct GatherGemm {
   GatherOrder order = GatherOrder::all_pairs;
   // `fused`: the device must support all of `gemms`. `low_latency`: not with scales.
   GatherMethod method = GatherMethod::p2p;
-  bool single_lane = false;  // see Lanes::fork()
+  bool single_stream = false;  // see OverlapStreams::fork()
 };
 // Uses flags 0 .. size - 1, with scales up to 2 * size - 1. Afterwards `all` holds all rows, except
 // this rank's own in the orders `all_pairs` and `ring` if they were stored elsewhere.
@@ -65,9 +65,9 @@ struct ScatterGemm {
   // A kernel computes this rank's rows and sums. The other rows are sent by the same kernel, or by
   // copies of GEMMs of pieces. One GEMM without scale_inv, which the device must support.
   bool fused = false;
-  bool single_lane = false;  // see Lanes::fork()
-  // If set, called once, with lane 0 as the current stream, after this rank's GEMMs: its work does
-  // not depend on `out` and runs while the last rows travel. If fused, after the kernel.
+  bool single_stream = false;  // see OverlapStreams::fork()
+  // If set, called once, with stream 0 as the current stream, after this rank's GEMMs: its work
+  // does not depend on `out` and runs while the last rows travel. If fused, after the kernel.
   std::function<void()> meanwhile{};
 };
 // Uses flags 0 .. size - 1; if fused, all flags of the channel. `partial` and
@@ -100,10 +100,10 @@ TORCH_OVERLAP_API void run_fused_reduce(std::string_view op, OverlapChannel& cha
 class TORCH_OVERLAP_API BackgroundGather {
  public:
   // Gathers `own` [length, k] to `gathered` [rows, k], which begins at the start of the channel's
-  // data. `with_own`: copies this rank's rows too. `single_lane`: see Lanes::fork().
+  // data. `with_own`: copies this rank's rows too. `single_stream`: see OverlapStreams::fork().
   BackgroundGather(std::string_view op, OverlapChannel& channel, const RowShare& rows,
                    const at::Tensor& own, const at::Tensor& gathered, bool with_own,
-                   bool single_lane);
+                   bool single_stream);
   // After it, `gathered` is valid on the caller's stream.
   void finish();
 
@@ -145,7 +145,7 @@ struct BulkGemm {
   at::Tensor scale_inv;  // reduce-scatter
   int blocks = 0;
   int cluster = 1;
-  OverlapChannel* lender = nullptr;  // channel whose lanes are used; null: the channel's own
+  OverlapChannel* lender = nullptr;  // channel whose streams are used; null: the channel's own
 };
 // Uses flags 0 .. 2 * size - 1.
 TORCH_OVERLAP_API void run_bulk_gemm(std::string_view op, OverlapChannel& channel,

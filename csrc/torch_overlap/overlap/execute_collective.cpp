@@ -21,7 +21,7 @@ struct ScatterPart {
 // Peer-mapped: every rank signals that its operand is ready, and each rank sums its rows by reading
 // them from all ranks. Otherwise each part is sent to the rank that sums it; `received` is the
 // memory for received parts.
-void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
                         const ScatterPart& part, const at::Tensor& received) {
   const int rank = channel.group().rank();
   const int size = channel.group().size();
@@ -31,8 +31,8 @@ void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& sessio
   SumArgs sum = part.sum;
   const auto others = flags_of_others(channel.group(), part.flags);
   if (transport.is_peer_mapped()) {
-    session.post(lane, part.flags);
-    session.wait_for_flags(lane, others);
+    session.post(stream, part.flags);
+    session.wait_for_flags(stream, others);
     for (int peer = 0; peer < size; ++peer) {
       sum.parts.push_back(transport.peer(peer, part.at + part.rows.begin(rank) * row,
                                          {length, part.columns}, part.dtype));
@@ -40,30 +40,30 @@ void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& sessio
   } else {
     const auto mine = channel.data(part.at, {part.rows.rows, part.columns}, part.dtype);
     for (const Exchange& exchange : scatter_schedule(rank, size).exchanges) {
-      session.exchange(lane, {.to = exchange.to,
-                              .give = rows_of_rank(mine, part.rows, exchange.to),
-                              .at = 0,
-                              .flag = part.flags + rank,
-                              .from = exchange.from,
-                              .get = received[exchange.from],
-                              .get_flag = part.flags + exchange.from});
+      session.exchange(stream, {.to = exchange.to,
+                                .give = rows_of_rank(mine, part.rows, exchange.to),
+                                .at = 0,
+                                .flag = part.flags + rank,
+                                .from = exchange.from,
+                                .get = received[exchange.from],
+                                .get_flag = part.flags + exchange.from});
     }
-    session.wait_for_flags(lane, others);
+    session.wait_for_flags(stream, others);
     for (int peer = 0; peer < size; ++peer) {
       sum.parts.push_back(peer == rank ? rows_of_rank(mine, part.rows, rank) : received[peer]);
     }
   }
   if (length == 0) return;
-  session.sum(lane, sum);
+  session.sum(stream, sum);
 }
 
 // Exit barrier: after an operation its operands may be overwritten, so it ends only after all ranks
 // have read what they read by address.
-void put_exit_barrier(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+void put_exit_barrier(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
                       int flags) {
   if (!session.transport.is_peer_mapped()) return;
-  session.post(lane, flags);
-  session.wait_for_flags(lane, flags_of_others(channel.group(), flags));
+  session.post(stream, flags);
+  session.wait_for_flags(stream, flags_of_others(channel.group(), flags));
 }
 
 // Returns the memory for what put_reduce_scatter() receives; undefined if it receives nothing.
@@ -89,12 +89,12 @@ int64_t piece_multiple(int64_t columns, int64_t element, const GemmOperand& weig
 
 }  // namespace
 
-void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
                     const RowShare& rows, const GatheredRows& part, int first_flag) {
   const int rank = channel.group().rank();
   for (const Exchange& exchange :
        gather_schedule(rank, channel.group().size(), GatherOrder::all_pairs).exchanges) {
-    session.exchange(lane,
+    session.exchange(stream,
                      {.to = exchange.to,
                       .give = part.own,
                       .at = channel.offset_of(part.all) + rows.begin(rank) * row_bytes(part.all),
@@ -107,25 +107,25 @@ void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, i
 
 BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
                                    const RowShare& rows, const at::Tensor& own,
-                                   const at::Tensor& gathered, bool with_own, bool single_lane)
+                                   const at::Tensor& gathered, bool with_own, bool single_stream)
     : flags_(flags_of_others(channel.group(), 0)) {
   operation_.emplace(
       op, channel,
-      OverlapCall{.begin = EntryPayload{.rows = rows.rows}, .single_lane = single_lane});
+      OverlapCall{.begin = EntryPayload{.rows = rows.rows}, .single_stream = single_stream});
   operation_->put([&](OverlapChannel::Session& session) {
-    const int comm = session.lanes.comm();
+    const int comm = session.streams.comm();
     put_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);
-    // Work of a CPU's lanes is queued: this starts the transfers, which then run in the background.
-    if (!channel.transport().is_peer_mapped()) session.lanes.join_lane(comm);
+    // On a CPU work is queued: this starts the transfers, which then run in the background.
+    if (!channel.transport().is_peer_mapped()) session.streams.join_stream(comm);
     if (!with_own) return;
-    session.lanes.run(
+    session.streams.run(
         comm, "copy",
         [to = rows_of_rank(gathered, rows, channel.group().rank()), own] { to.copy_(own); });
   });
 }
 
 void BackgroundGather::finish() {
-  // On the caller's lane, after what the caller has issued since: GEMMs that wait for other ranks
+  // On the caller's stream, after what the caller has issued since: GEMMs that wait for other ranks
   // come first, and would have to be waited for here.
   operation_->put([&](OverlapChannel::Session& session) { session.wait_for_flags(0, flags_); });
   operation_->finish();
@@ -154,17 +154,17 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
     products.emplace_back(op, std::move(part));
   }
   const auto body = [&](OverlapChannel::Session& session) {
-    Lanes& lanes = session.lanes;
-    const int comm = lanes.comm();
-    std::vector<Lanes::Mark> made(count);
+    OverlapStreams& streams = session.streams;
+    const int comm = streams.comm();
+    std::vector<OverlapStreams::Mark> made(count);
     for (const auto [is_product, i] : pipeline_order(count, problem.overlap_first_gemm)) {
       if (is_product) {
-        const int lane = i % lanes.num_compute_lanes();
-        session.gemm(lane, products[i]);
-        made[i] = lanes.mark(lane);
+        const int stream = i % streams.num_compute_streams();
+        session.gemm(stream, products[i]);
+        made[i] = streams.mark(stream);
         continue;
       }
-      lanes.after(comm, made[i]);
+      streams.after(comm, made[i]);
       const IndexRange& piece = found[i];
       at::Tensor room;
       if (received.defined()) {
@@ -195,7 +195,7 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
   channel.operate(op, body,
                   {.begin = EntryPayload{.rows = problem.rows.rows,
                                          .signature = OpSignature::columns(std::max(1, count))},
-                   .begin_on_comm_lane = channel.is_captured()});
+                   .begin_on_comm_stream = channel.is_captured()});
   largest.finish();
   return count;
 }
@@ -216,8 +216,8 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
   channel.operate(
       op,
       [&](OverlapChannel::Session& session) {
-        Lanes& lanes = session.lanes;
-        const int comm = lanes.comm();
+        OverlapStreams& streams = session.streams;
+        const int comm = streams.comm();
         if (problem.gathers) {
           put_all_gather(channel, session, comm, rows,
                          {.own = rows_of_rank(data, rows, rank), .all = data, .copy = {}}, 0);
@@ -240,7 +240,7 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
           put_exit_barrier(channel, session, comm, size);
         }
         for (size_t i = 0; i < products.size(); ++i) {
-          session.gemm(static_cast<int>(i) % lanes.num_compute_lanes(), products[i]);
+          session.gemm(static_cast<int>(i) % streams.num_compute_streams(), products[i]);
         }
       },
       {.begin = EntryPayload{.rows = rows.rows,

@@ -83,7 +83,7 @@ class PartialBiasGrad {
 
 // Enqueues the all-gather of `part`: every rank sends its rows to all others. Flag first_flag + r
 // signals the chunk of rank r.
-void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
                     const RowShare& rows, const GatheredRows& part, int first_flag);
 
 // Fused kernels, which wait for other ranks (execute_fused.cpp).

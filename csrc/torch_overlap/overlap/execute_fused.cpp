@@ -10,11 +10,12 @@ namespace {
 
 // Copies what was gathered, after all of it has arrived; this rank's rows are copied from their
 // source.
-void put_copy(Lanes& lanes, int lane, const GatheredRows& data, const RowShare& rows, int rank) {
+void put_copy(OverlapStreams& streams, int stream, const GatheredRows& data, const RowShare& rows,
+              int rank) {
   if (!data.copy.defined()) return;
   const int64_t begin = rows.begin(rank);
   const int64_t end = begin + rows.length(rank);
-  lanes.run(lane, "copy", [data, begin, end, all_rows = rows.rows] {
+  streams.run(stream, "copy", [data, begin, end, all_rows = rows.rows] {
     data.copy.narrow(0, begin, end - begin).copy_(data.own);
     for (const auto& [first, last] : {std::pair(int64_t{0}, begin), std::pair(end, all_rows)}) {
       if (first == last) continue;
@@ -47,9 +48,9 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
   const auto body = [&](OverlapChannel::Session& session) {
     if (fused.senders == 0) {
       // Enqueued before the GEMMs, which wait for it and leave no room on the device for anything
-      // but copies. A lane runs in order, so the flag of a chunk is set after its scales have
+      // but copies. A stream runs in order, so the flag of a chunk is set after its scales have
       // arrived.
-      const int comm = session.lanes.comm();
+      const int comm = session.streams.comm();
       if (problem.scales.all.defined()) {
         put_all_gather(channel, session, comm, problem.rows, problem.scales, size);
       }
@@ -57,20 +58,20 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
     }
     for (const GemmArgs& args : problem.gemms) {
       fused.gemm = args;
-      session.lanes.run(0, "fused",
-                        [&device = channel.device(), &transport = session.transport, fused] {
-                          device.run_fused(transport, fused);
-                        });
+      session.streams.run(0, "fused",
+                          [&device = channel.device(), &transport = session.transport, fused] {
+                            device.run_fused(transport, fused);
+                          });
     }
     for (const GatheredRows& part : {problem.data, problem.scales}) {
-      put_copy(session.lanes, 0, part, problem.rows, rank);
+      put_copy(session.streams, 0, part, problem.rows, rank);
     }
   };
   std::optional<EntryPayload> begin;
   if (fused.senders == 0) begin = EntryPayload{.rows = problem.rows.rows};
   channel.operate(
       op, body,
-      {.begin = begin, .single_lane = problem.single_lane, .fills_device = fused.senders > 0});
+      {.begin = begin, .single_stream = problem.single_stream, .fills_device = fused.senders > 0});
 }
 
 namespace {
@@ -94,15 +95,16 @@ std::vector<std::vector<CheckedGemm>> products_of_pieces(std::string_view op,
 // Enqueues the GEMMs of the other ranks' rows, piece by piece, and sends each piece to its owner
 // when it is done; then the kernel that computes this rank's rows and adds what arrives. The kernel
 // is ordered after all of these GEMMs and after begin(): none of its blocks may wait for another
-// rank while those still need its SM. `fused` and `products` must live until the lanes are joined.
+// rank while those still need its SM. `fused` and `products` must live until the streams are
+// joined.
 void put_products_and_sends(OverlapChannel::Session& session, const ScatterGemm& problem,
                             const FusedScatter& fused, const std::vector<Exchange>& exchanges,
                             std::vector<std::vector<CheckedGemm>>& products) {
   const OverlapChannel& channel = session.channel;
   const int rank = channel.group().rank();
   const int size = channel.group().size();
-  Lanes& lanes = session.lanes;
-  const int comm = lanes.comm();
+  OverlapStreams& streams = session.streams;
+  const int comm = streams.comm();
   const int64_t row = row_bytes(problem.partial);
   const int64_t at = fused.at + rank * problem.rows.largest() * row;
   for (size_t i = 0; i < exchanges.size(); ++i) {
@@ -110,7 +112,7 @@ void put_products_and_sends(OverlapChannel::Session& session, const ScatterGemm&
     const auto pieces = fused.pieces_of(exchanges[i].give);
     for (size_t j = 0; j < pieces.size(); ++j) {
       session.gemm(0, products[i][j]);
-      lanes.after(comm, lanes.mark(0));
+      streams.after(comm, streams.mark(0));
       const int flag = static_cast<int>(j) * size;
       session.exchange(comm, {.to = exchanges[i].to,
                               .give = row_view(rows, pieces[j].begin, pieces[j].length),
@@ -122,7 +124,7 @@ void put_products_and_sends(OverlapChannel::Session& session, const ScatterGemm&
     }
   }
   session.order_after_begin(0);
-  lanes.run(0, "fused", [&device = channel.device(), &transport = session.transport, &fused] {
+  streams.run(0, "fused", [&device = channel.device(), &transport = session.transport, &fused] {
     device.run_fused(transport, fused);
   });
 }
@@ -158,7 +160,7 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
     if (fused.pieces > 0) {
       return put_products_and_sends(session, problem, fused, exchanges, products);
     }
-    RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream: needs no lane
+    RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream
     channel.device().run_fused(session.transport, fused);
   };
   std::optional<EntryPayload> begin;
@@ -168,7 +170,7 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
   // lock.
   channel.operate(
       op, body,
-      {.begin = begin, .begin_on_comm_lane = true, .fills_device = !channel.shares_devices()});
+      {.begin = begin, .begin_on_comm_stream = true, .fills_device = !channel.shares_devices()});
 }
 
 void run_fused_reduce(std::string_view op, OverlapChannel& channel, const ReduceGemm& problem) {
@@ -182,10 +184,10 @@ void run_fused_reduce(std::string_view op, OverlapChannel& channel, const Reduce
   check_gemm(op, fused.gemm);
   channel.operate(op,
                   [&](OverlapChannel::Session& session) {
-                    session.lanes.run(
+                    session.streams.run(
                         0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
                   },
-                  {.begin = {}, .single_lane = true});
+                  {.begin = {}, .single_stream = true});
 }
 
 }  // namespace torch_overlap

@@ -9,7 +9,7 @@
 namespace torch_overlap {
 namespace {
 
-// Signals all others that the lane has reached this point, and waits until they have reached it
+// Signals all others that the stream has reached this point, and waits until they have reached it
 // too.
 void put_barrier(OverlapChannel& channel, OverlapChannel::Session& session, int flags) {
   if (channel.group().size() == 1) return;
@@ -24,7 +24,7 @@ void put_sums_of_all(OverlapChannel::Session& session, const LowLatencySum& sum)
     if (length == 0) continue;
     const auto there = session.transport.peer(rank, sum.sums_offset, {length, sum.columns()},
                                               sum.out.scalar_type());
-    session.lanes.run(
+    session.streams.run(
         0, "copy", [to = rows_of_rank(sum.out, sum.rows, rank), there, bias = sum.bias]() mutable {
           if (bias.defined()) {
             at::add_out(to, there, bias);
@@ -88,13 +88,13 @@ void run_low_latency_sum(std::string_view op, OverlapChannel& channel, const Red
       [&](OverlapChannel::Session& session) {
         session.gemm(0, product);
         if (has_kernel) {
-          session.lanes.run(0, "low_latency",
-                            [&] { device.run_low_latency(session.transport, sum); });
+          session.streams.run(0, "low_latency",
+                              [&] { device.run_low_latency(session.transport, sum); });
         } else {
           put_low_latency_sum(channel, session, sum);
         }
       },
-      {.begin = has_kernel ? std::nullopt : std::optional(sum.begin()), .single_lane = true});
+      {.begin = has_kernel ? std::nullopt : std::optional(sum.begin()), .single_stream = true});
 }
 
 void run_low_latency_gather(std::string_view op, OverlapChannel& channel,
@@ -110,19 +110,20 @@ void run_low_latency_gather(std::string_view op, OverlapChannel& channel,
   channel.operate(
       op,
       [&](OverlapChannel::Session& session) {
-        Lanes& lanes = session.lanes;
+        OverlapStreams& streams = session.streams;
         if (has_kernel) {
-          lanes.run(0, "low_latency", [&] { device.run_low_latency(session.transport, gather); });
+          streams.run(0, "low_latency", [&] { device.run_low_latency(session.transport, gather); });
         } else {
           put_all_gather(channel, session, 0, problem.rows, data, 0);
-          lanes.run(0, "copy", [&] { rows_of_rank(data.all, problem.rows, rank).copy_(data.own); });
+          streams.run(0, "copy",
+                      [&] { rows_of_rank(data.all, problem.rows, rank).copy_(data.own); });
           session.wait_for_flags(0, flags_of_others(channel.group(), 0));
         }
         for (CheckedGemm& product : products) session.gemm(0, product);
-        if (data.copy.defined()) lanes.run(0, "copy", [&] { data.copy.copy_(data.all); });
+        if (data.copy.defined()) streams.run(0, "copy", [&] { data.copy.copy_(data.all); });
       },
       {.begin = has_kernel ? std::nullopt : std::optional(EntryPayload{.rows = problem.rows.rows}),
-       .single_lane = true});
+       .single_stream = true});
 }
 
 }  // namespace torch_overlap

@@ -72,12 +72,12 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
     }
   }
   const auto body = [&](OverlapChannel::Session& session) {
-    Lanes& lanes = session.lanes;
-    const int comm = lanes.comm();
+    OverlapStreams& streams = session.streams;
+    const int comm = streams.comm();
     for (const auto& [slot, own] : to_slots) {
-      lanes.run(comm, "copy", [slot = slot, own = own] { slot.copy_(own); });
+      streams.run(comm, "copy", [slot = slot, own = own] { slot.copy_(own); });
     }
-    const auto copied = to_slots.empty() ? Lanes::Mark{} : lanes.mark(comm);
+    const auto copied = to_slots.empty() ? OverlapStreams::Mark{} : streams.mark(comm);
     // Returns the flags of the `count` chunks from `first` on that other ranks send.
     const auto flags_of = [&](int first, int count) {
       std::vector<int> flags;
@@ -98,26 +98,26 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
     }
     for (size_t i = 0; i < schedule.steps.size(); ++i) {
       const auto [first, count] = schedule.steps[i];
-      const int lane = static_cast<int>(i) % lanes.num_compute_lanes();
+      const int stream = static_cast<int>(i) % streams.num_compute_streams();
       const bool has_own = first <= rank && rank < first + count;
-      if (!to_slots.empty() && has_own) lanes.after(lane, copied);
+      if (!to_slots.empty() && has_own) streams.after(stream, copied);
       if (const auto flags = flags_of(first, count); !flags.empty())
-        session.wait_for_flags(lane, flags);
-      for (CheckedGemm& product : products[i]) session.gemm(lane, product);
+        session.wait_for_flags(stream, flags);
+      for (CheckedGemm& product : products[i]) session.gemm(stream, product);
       const auto [begin, length] = rows_of_step(rows, schedule.steps[i]);
       if (length == 0) continue;
       const bool from_own = schedule.steps[i] == ChunkStep{rank};
       for (const GatheredRows& part : parts) {
         if (!part.copy.defined()) continue;
-        lanes.run(
-            lane, "copy",
+        streams.run(
+            stream, "copy",
             [to = row_view(part.copy, begin, length),
              from = from_own ? part.own : row_view(part.all, begin, length)] { to.copy_(from); });
       }
     }
   };
-  channel.operate(op, body,
-                  {.begin = EntryPayload{.rows = rows.rows}, .single_lane = problem.single_lane});
+  channel.operate(
+      op, body, {.begin = EntryPayload{.rows = rows.rows}, .single_stream = problem.single_stream});
   for (const auto& one : largest) one.finish();
   for (const auto& one : bias_grads) one.finish();
 }
@@ -165,25 +165,25 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
   }
   const int64_t slots_offset = channel.offset_of(problem.received);
   const auto body = [&](OverlapChannel::Session& session) {
-    Lanes& lanes = session.lanes;
-    const int comm = lanes.comm();
-    int lane = 0;
-    std::vector<Lanes::Mark> computed;
+    OverlapStreams& streams = session.streams;
+    const int comm = streams.comm();
+    int stream = 0;
+    std::vector<OverlapStreams::Mark> computed;
     for (size_t i = 0; i < schedule.steps.size(); ++i) {
       const int chunk = schedule.steps[i].first;
-      lane = static_cast<int>(i) % lanes.num_compute_lanes();
-      // This order also holds if the lanes are branches of a graph: a GEMM is ordered after the
+      stream = static_cast<int>(i) % streams.num_compute_streams();
+      // This order also holds if the streams are branches of a graph: a GEMM is ordered after the
       // last but one before it. Of the first two, the second waits for begin() and for no flags, so
       // it usually starts a moment after the first. That is not guaranteed, but makes graphs
       // faster.
-      if (i == 1 && lanes.num_compute_lanes() > 1 && lanes.is_captured())
-        session.wait_for_flags(lane, {});
-      if (i > 1 && lanes.num_compute_lanes() > 2) lanes.after(lane, computed[i - 2]);
-      for (CheckedGemm& product : products[i]) session.gemm(lane, product);
+      if (i == 1 && streams.num_compute_streams() > 1 && streams.is_captured())
+        session.wait_for_flags(stream, {});
+      if (i > 1 && streams.num_compute_streams() > 2) streams.after(stream, computed[i - 2]);
+      for (CheckedGemm& product : products[i]) session.gemm(stream, product);
       if (i >= schedule.exchanges.size()) continue;  // this rank's chunk: nothing waits for it
-      computed.push_back(lanes.mark(lane));
+      computed.push_back(streams.mark(stream));
       const Exchange& exchange = schedule.exchanges[i];
-      lanes.after(comm, computed.back());
+      streams.after(comm, computed.back());
       session.exchange(comm,
                        {.to = exchange.to,
                         .give = rows_of_rank(problem.partial, rows, chunk),
@@ -193,15 +193,15 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
                         .get = sum.parts[exchange.from],
                         .get_flag = exchange.from});
     }
-    if (problem.meanwhile) lanes.run(0, "meanwhile", problem.meanwhile);
-    // On the lane of this rank's GEMM, which is the last one.
-    session.wait_for_flags(lane, flags_of_others(channel.group(), 0));
-    if (length > 0) session.sum(lane, sum);
+    if (problem.meanwhile) streams.run(0, "meanwhile", problem.meanwhile);
+    // On the stream of this rank's GEMM, which is the last one.
+    session.wait_for_flags(stream, flags_of_others(channel.group(), 0));
+    if (length > 0) session.sum(stream, sum);
   };
   channel.operate(op, body,
                   {.begin = EntryPayload{.rows = rows.rows},
-                   .single_lane = problem.single_lane,
-                   .begin_on_comm_lane = channel.is_captured()});
+                   .single_stream = problem.single_stream,
+                   .begin_on_comm_stream = channel.is_captured()});
   largest.finish();
 }
 

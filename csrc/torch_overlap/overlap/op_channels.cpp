@@ -24,7 +24,7 @@ constexpr std::string_view attachment_name(OperatorChannel which) {
   return "operators' reduce channel";
 }
 
-constexpr LaneOptions kLanes{.num_compute_lanes = 2};
+constexpr StreamOptions kStreams{.num_compute_streams = 2};
 
 constexpr int num_flags_per_rank(OperatorChannel which) {
   return which == OperatorChannel::sum ? 2 * kMaxLowLatencyBlocks : kOperatorFlagsPerRank;
@@ -56,7 +56,7 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
        .bytes = rounded_bytes,
        .flags = num_flags_per_rank(which) * size,
        .tiles = which == OperatorChannel::sum ? 0 : device.tiles(),
-       .lanes = kLanes,
+       .streams = kStreams,
        .use_ce = true,
        .fault = {}});
   comm->attach(name, channel);
@@ -71,7 +71,7 @@ std::shared_ptr<OverlapChannel> pipeline_channel(std::string_view op,
   auto channel = std::static_pointer_cast<OverlapChannel>(comm->attachment(name));
   if (!channel) {
     const c10::DeviceGuard guard(comm->device());
-    channel = OverlapChannel::over_communicator(op, comm, kLanes);
+    channel = OverlapChannel::over_communicator(op, comm, kStreams);
     comm->attach(name, channel);
   }
   return channel;

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
-#include "torch_overlap/overlap/lanes.h"
+#include "torch_overlap/overlap/streams.h"
 #include "torch_overlap/symm/op_signature.h"
 
 namespace torch_overlap {
@@ -20,7 +20,7 @@ namespace torch_overlap {
 // part.
 //
 // An operation is what is between begin() and end(). All ranks must make the same operations, with
-// their exchanges in the same order. Lanes must be those of the transport's kind of device.
+// their exchanges in the same order. Streams must be those of the transport's kind of device.
 class TORCH_OVERLAP_API Transport {
  public:
   virtual ~Transport() = default;
@@ -40,8 +40,8 @@ class TORCH_OVERLAP_API Transport {
   // here on they write to each other's data. `operation` must be equal on all ranks; otherwise the
   // operation fails on all of them, if memory is shared.
   virtual void begin(const EntryPayload& operation) = 0;
-  // True if begin() may run on a lane instead, before everything that involves other ranks.
-  virtual bool can_begin_on_comm_lane() const { return false; }
+  // True if begin() may run on a stream instead, before everything that involves other ranks.
+  virtual bool can_begin_on_comm_stream() const { return false; }
   // Ends an operation, on the caller's stream, after join(). Also called for one that failed half
   // way.
   virtual void end() {}
@@ -56,7 +56,7 @@ class TORCH_OVERLAP_API Transport {
     int to;
     at::Tensor give;
     int64_t at;
-    int flag;  // peer-mapped only: kNoFlag if a later move of the lane signals this one too
+    int flag;  // peer-mapped only: kNoFlag if a later move of the stream signals this one too
     int from;
     at::Tensor get;
     int get_flag;
@@ -65,13 +65,14 @@ class TORCH_OVERLAP_API Transport {
     int64_t pitch = 0;
   };
   static constexpr int kNoFlag = -1;
-  virtual void exchange(Lanes& lanes, int lane, const Move& move) = 0;
-  // Orders what is enqueued on the lane from now on after the arrivals that the flags signal.
-  virtual void wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) = 0;
+  virtual void exchange(OverlapStreams& streams, int stream, const Move& move) = 0;
+  // Orders what is enqueued on the stream from now on after the arrivals that the flags signal.
+  virtual void wait_for_flags(OverlapStreams& streams, int stream,
+                              const std::vector<int>& flags) = 0;
 
-  // Peer-mapped only. Signals flag `flag` + rank() of all ranks after what was enqueued on the lane
-  // before.
-  virtual void post(Lanes& lanes, int lane, int flag) = 0;
+  // Peer-mapped only. Signals flag `flag` + rank() of all ranks after what was enqueued on the
+  // stream before.
+  virtual void post(OverlapStreams& streams, int stream, int flag) = 0;
   // Peer-mapped only. Returns a tensor in the data of `rank`.
   virtual at::Tensor peer(int rank, int64_t at, c10::IntArrayRef sizes,
                           at::ScalarType dtype) const = 0;

@@ -6,7 +6,7 @@
 #include "torch_overlap/ops/tuning.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/comm_overlap.h"
-#include "torch_overlap/overlap/cpu/host_lanes.h"
+#include "torch_overlap/overlap/cpu/host_streams.h"
 #include "torch_overlap/overlap/registry.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"

@@ -32,8 +32,9 @@ class FusedCpuDevice final : public OverlapDevice {
       : board_(size), cpu_(std::move(cpu)) {}
   static thread_local int rank;
 
-  std::unique_ptr<Lanes> make_lanes(c10::Device device, const LaneOptions& options) override {
-    return cpu_->make_lanes(device, options);
+  std::unique_ptr<OverlapStreams> make_streams(c10::Device device,
+                                               const StreamOptions& options) override {
+    return cpu_->make_streams(device, options);
   }
   std::unique_ptr<Transport> make_transport(std::shared_ptr<SymmetricMemory> memory,
                                             const PeerMappedOptions& options) override {
@@ -46,7 +47,7 @@ class FusedCpuDevice final : public OverlapDevice {
   void keep_for_graph(std::vector<std::shared_ptr<void>>) override {}
   std::string fused_unsupported_reason(const FusedShape&) override { return {}; }
 
-  // The chunks are sent on the communication lane, which runs first.
+  // The chunks are sent on the communication stream, which runs first.
   void run_fused(Transport&, const FusedGather& problem) override {
     ++num_gathers;
     barrier();

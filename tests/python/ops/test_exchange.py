@@ -180,7 +180,7 @@ def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype, seed
 
 
 def in_sequence_rank(comm, number):
-    """Operators that share channels, back to back, with late ranks and lanes in another order."""
+    """Operators that share channels, back to back, with late ranks and streams in another order."""
     me, size, data = comm.get_rank(), comm.get_size(), Data(number)
     late = random.Random(number + me)
     _C._set_interleaving(number + 1)

@@ -97,7 +97,7 @@ def run_logged(comm: TorchComm, relay: bool = False) -> str:
 def test_every_product_and_exchange_is_logged_when_that_is_asked_for() -> None:
     logs = run_ranks(run_logged, 2, env={"TORCH_OVERLAP_LOG_CHUNKS": "1"})
     for rank, log in enumerate(logs):
-        assert log.count("product 2 x 3 x 8 on lane") == 2, log
+        assert log.count("product 2 x 3 x 8 on stream") == 2, log
         other = 1 - rank
         assert f"rank {rank}: chunk {rank} of 128 bytes to rank {other}, chunk {other} from rank {other}" in log
     assert run_ranks(run_logged, 2) == ["", ""]
@@ -132,7 +132,7 @@ def run_gradients_into_the_buffer(comm: TorchComm, seed: int) -> None:
     torch.testing.assert_close(weight_grad, grad.T @ x, rtol=1e-12, atol=1e-12)
     mine = sum(g @ w for g, w in zip(grads, weights, strict=True)).chunk(size)[rank]
     torch.testing.assert_close(buffer.get_buffer(local_chunk=True), mine, rtol=1e-12, atol=1e-12)
-    # The lanes run only the product and the sum, which reads the buffers in place.
+    # The streams run only the product and the sum, which reads the buffers in place.
     assert [line.split(": ")[2].split(" ")[0] for line in log.splitlines()] == ["sum", "product"]
 
 

@@ -1,4 +1,4 @@
-"""Effects of a buffer's options: the products, their lanes and their order, read from the log."""
+"""Effects of a buffer's options: the products, their streams and their order, read from the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, K, N = 4, 8, 96  # rows of a rank
 
 
 def log_of(comm: to.TorchComm, gathers: bool, method: Any, mapped: bool = True, **options: Any) -> list[str]:
-    """Returns the operations of one call in order: "rows x columns on lane", "exchange" or "sum"."""
+    """Returns the operations of one call in order: "rows x columns on stream", "exchange" or "sum"."""
     size = comm.get_size()
     pretence = None if mapped else to._C._PretendUnreachable()
     tokens = ROWS * size
@@ -32,8 +32,10 @@ def log_of(comm: to.TorchComm, gathers: bool, method: Any, mapped: bool = True, 
     else:
         log = logged(lambda: buffer.split_overlap_rs(w, True, x, False, None, rs_output=out))
     assert (out == (K if gathers else K * size)).all()
-    found = re.findall(r"product (\d+) x (\d+) x \d+ on lane (\d+)|(to rank)|(sum of)", log)
-    return ["exchange" if moved else "sum" if summed else f"{m} x {n} on {lane}" for m, n, lane, moved, summed in found]
+    found = re.findall(r"product (\d+) x (\d+) x \d+ on stream (\d+)|(to rank)|(sum of)", log)
+    return [
+        "exchange" if moved else "sum" if summed else f"{m} x {n} on {stream}" for m, n, stream, moved, summed in found
+    ]
 
 
 def products(log: list[str]) -> list[str]:
@@ -56,10 +58,10 @@ def test_num_splits_is_the_number_of_products_of_a_pipeline() -> None:
 
 def run_streams(comm: to.TorchComm) -> None:
     for streams in (1, 2, 3, 8):
-        lanes = [i % min(streams, 4) for i in range(4)]
+        expected = [i % min(streams, 4) for i in range(4)]
         for gathers, method in ((True, RING), (False, RING), (False, PIPELINE)):
             log = products(log_of(comm, gathers, method, num_max_streams=streams))
-            assert [int(line.split()[-1]) for line in log] == lanes
+            assert [int(line.split()[-1]) for line in log] == expected
 
 
 def test_num_max_streams_is_how_many_products_run_side_by_side() -> None:

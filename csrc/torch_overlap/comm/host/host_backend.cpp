@@ -23,7 +23,7 @@ namespace {
 // Time that a rank which lost the connection to a peer waits for that peer's report.
 constexpr Milliseconds kPeerReportTimeout{300};
 
-constexpr int kCollectives = 0;  // lane index; lanes of sends, receives, puts and signals follow
+constexpr int kCollectives = 0;  // queue index; queues of sends, receives, puts and signals follow
 
 bool is_timeout(const std::exception_ptr& error) {
   try {
@@ -76,8 +76,8 @@ std::exception_ptr with_op_context(const HostWork& work, const std::exception_pt
   }
 }
 
-// One lane for collectives; per peer, one for sends, one for receives, one for puts and signals.
-int num_fixed_lanes(int size) { return 1 + 3 * size; }
+// One queue for collectives; per peer, one for sends, one for receives, one for puts and signals.
+int num_fixed_queues(int size) { return 1 + 3 * size; }
 
 std::string timeout_message(const Call& call) {
   return concat("did not end in ", call.timeout.count(), " ms");
@@ -90,30 +90,30 @@ HostBackend::HostBackend(const BackendContext& context, std::unique_ptr<HostTran
     : context_(context),
       transport_(std::move(transport)),
       make_child_(std::move(make_child)),
-      lanes_(num_fixed_lanes(context.size)) {}
+      queues_(num_fixed_queues(context.size)) {}
 
 HostBackend::~HostBackend() {
   transport_->stop(concat("communicator '", context_.name, "' was destroyed"), true);
 }
 
-HostBackend::Lane HostBackend::lane_of(const P2POp& op) const {
-  // Sends to this rank are copies to the receives of the same batch: one lane for both.
+HostBackend::QueueKey HostBackend::queue_of(const P2POp& op) const {
+  // Sends to this rank are copies to the receives of the same batch: one queue for both.
   const bool is_recv = op.type == P2POp::Type::RECV && op.peer != context_.rank;
   if (op.peer != kAnySource && op.tag == 0) return 1 + op.peer + (is_recv ? context_.size : 0);
-  // The keys after the fixed lanes: one per tag, direction and peer; the last peer is "any".
-  const Lane peer = op.peer == kAnySource ? context_.size : op.peer;
-  return num_fixed_lanes(context_.size) +
-         (Lane{op.tag} * 2 + (is_recv ? 1 : 0)) * (context_.size + 1) + peer;
+  // The keys after the fixed queues: one per tag, direction and peer; the last peer is "any".
+  const QueueKey peer = op.peer == kAnySource ? context_.size : op.peer;
+  return num_fixed_queues(context_.size) +
+         (QueueKey{op.tag} * 2 + (is_recv ? 1 : 0)) * (context_.size + 1) + peer;
 }
 
-HostBackend::LaneList HostBackend::lanes_of(const Call& call) const {
+HostBackend::QueueList HostBackend::queues_of(const Call& call) const {
   if (call.window != nullptr) return {1 + 2 * context_.size + call.peer};
   if (call.primitive != Primitive::p2p) return {kCollectives};
-  LaneList lanes;
-  for (const P2POp& op : call.p2p) lanes.push_back(lane_of(op));
-  std::sort(lanes.begin(), lanes.end());
-  lanes.erase(std::unique(lanes.begin(), lanes.end()), lanes.end());
-  return lanes;
+  QueueList queues;
+  for (const P2POp& op : call.p2p) queues.push_back(queue_of(op));
+  std::sort(queues.begin(), queues.end());
+  queues.erase(std::unique(queues.begin(), queues.end()), queues.end());
+  return queues;
 }
 
 WorkPtr HostBackend::launch(Call call) {
@@ -124,38 +124,38 @@ WorkPtr HostBackend::launch(Call call) {
   if (call.primitive == Primitive::wait_signal) return launch_wait(std::move(call));
   const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   const bool async_op = call.async_op;
-  const auto lanes = lanes_of(call);
+  const auto queues = queues_of(call);
   // The thread that runs the operation cannot poll for signals. A single rank waits for no peer.
   const bool may_run = !async_op && (context_.size == 1 || !is_interruptible());
-  const bool here = may_run && lanes_.try_acquire(lanes);
-  const int parts = here ? 1 : static_cast<int>(lanes.size());
+  const bool here = may_run && queues_.try_acquire(queues);
+  const int parts = here ? 1 : static_cast<int>(queues.size());
   std::shared_ptr<HostWork> work;
   try {
     auto staging = Staging::to_host(call, context_.rank, context_.device);
     work = std::make_shared<HostWork>(std::move(call), std::move(staging), launched_.fetch_add(1),
                                       parts, std::weak_ptr<HostWorkOwner>(self));
     if (!here) {
-      std::vector<TaskLanes::Part> queue;
-      for (const Lane lane : lanes) {
-        const Lane part = work->call().primitive == Primitive::p2p ? lane : kAllLanes;
-        queue.emplace_back(lane, [self, work, part] { self->run(*work, part); });
+      std::vector<TaskQueues::Part> tasks;
+      for (const QueueKey queue : queues) {
+        const QueueKey part = work->call().primitive == Primitive::p2p ? queue : kAllQueues;
+        tasks.emplace_back(queue, [self, work, part] { self->run(*work, part); });
       }
-      lanes_.push(std::move(queue));
+      queues_.push(std::move(tasks));
     }
   } catch (...) {
-    if (here) lanes_.release(lanes);
+    if (here) queues_.release(queues);
     throw;
   }
   if (here) {
-    run(*work, kAllLanes);
-    lanes_.release(lanes);
+    run(*work, kAllQueues);
+    queues_.release(queues);
   }
   if (!async_op) work->wait();
   return work;
 }
 
 // A wait for a signal may outlast all other operations, and the signal may depend on operations
-// that are launched later. The wait has a lane to itself, so nothing is queued after it.
+// that are launched later. The wait has a queue to itself, so nothing is queued after it.
 WorkPtr HostBackend::launch_wait(Call call) {
   const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   const bool async_op = call.async_op;
@@ -163,19 +163,19 @@ WorkPtr HostBackend::launch_wait(Call call) {
   const auto work = std::make_shared<HostWork>(std::move(call), nullptr, launched_.fetch_add(1),
                                                /*parts=*/1, std::weak_ptr<HostWorkOwner>(self));
   if (async_op || is_interruptible()) {
-    lanes_.push_alone([self, work] { self->run(*work, kAllLanes); });
+    queues_.push_alone([self, work] { self->run(*work, kAllQueues); });
   } else {
-    run(*work, kAllLanes);
+    run(*work, kAllQueues);
   }
   if (!async_op) work->wait();
   return work;
 }
 
-void HostBackend::run(HostWork& work, Lane lane) {
+void HostBackend::run(HostWork& work, QueueKey queue) {
   std::exception_ptr error;
   bool has_started = false;
   try {
-    run_part(work, lane, has_started);
+    run_part(work, queue, has_started);
   } catch (...) {
     error = with_op_context(work, std::current_exception());
     // Peers may be in the middle of the operation, or wait for it. The communicator remains usable
@@ -185,7 +185,7 @@ void HostBackend::run(HostWork& work, Lane lane) {
   work.end_part(error);
 }
 
-void HostBackend::run_part(HostWork& work, Lane lane, bool& has_started) {
+void HostBackend::run_part(HostWork& work, QueueKey queue, bool& has_started) {
   if (HostClock::now() >= work.deadline()) fail(ErrorKind::kTimeout, timeout_message(work.call()));
   if (broken_.load(std::memory_order_acquire)) {
     fail(ErrorKind::kState, "not run, because of ", failure());
@@ -198,13 +198,13 @@ void HostBackend::run_part(HostWork& work, Lane lane, bool& has_started) {
   has_started = true;  // an error of before() breaks the communicator
   transport_->before(work.index(), work.deadline());
   try {
-    if (lane == kAllLanes) {
+    if (queue == kAllQueues) {
       primitives.run(work.call());
     } else {
-      run_p2p_lane(work, lane, primitives);
+      run_p2p_queue(work, queue, primitives);
     }
     if (primitives.source() != kAnySource) work.set_source(primitives.source());
-    if (const Staging* staging = work.staging(); staging != nullptr && lane == kAllLanes) {
+    if (const Staging* staging = work.staging(); staging != nullptr && queue == kAllQueues) {
       const c10::DeviceGuard guard(context_.device);
       staging->write_back();
     }
@@ -237,10 +237,10 @@ void HostBackend::throw_if_mismatched(const HostWork& work, ErrorKind kind,
   if (!why->empty()) throw ComparedTimeout(ErrorKind::kTimeout, *why);
 }
 
-void HostBackend::run_p2p_lane(HostWork& work, Lane lane, Primitives& primitives) {
+void HostBackend::run_p2p_queue(HostWork& work, QueueKey queue, Primitives& primitives) {
   std::vector<P2POp> mine;
   for (const P2POp& op : work.call().p2p) {
-    if (lane_of(op) == lane) mine.push_back(op);
+    if (queue_of(op) == queue) mine.push_back(op);
   }
   primitives.p2p(mine);
   const P2POp& any = mine.front();
@@ -299,7 +299,7 @@ void HostBackend::finalize() {
   const auto timeout = std::min<Milliseconds>(context_.timeout(), std::chrono::hours(24 * 365));
   bool drained = false;
   try {
-    drained = lanes_.drain(HostClock::now() + timeout);
+    drained = queues_.drain(HostClock::now() + timeout);
   } catch (const Error&) {  // interrupted: the operations cannot be waited for again
     end(/*notify_peers=*/true);
     throw;
@@ -309,7 +309,7 @@ void HostBackend::finalize() {
         ErrorKind::kTimeout, concat("finalize of '", context_.name, "': operations did not end in ",
                                     timeout.count(), " ms"))));
   }
-  lanes_.close(HostClock::now() + std::chrono::seconds(5));
+  queues_.close(HostClock::now() + std::chrono::seconds(5));
   transport_->stop(concat("communicator '", context_.name, "' was finalized"), true);
   if (broken_.load(std::memory_order_acquire)) {
     fail(ErrorKind::kState, "finalize: expected a working communicator, got '", context_.name,

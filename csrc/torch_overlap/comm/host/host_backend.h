@@ -12,7 +12,7 @@
 
 #include "torch_overlap/comm/backend.h"
 #include "torch_overlap/comm/host/host_work.h"
-#include "torch_overlap/comm/host/lanes.h"
+#include "torch_overlap/comm/host/task_queues.h"
 #include "torch_overlap/comm/host/transport.h"
 #include "torch_overlap/comm/primitives.h"
 
@@ -25,7 +25,7 @@ namespace torch_overlap {
 // any rank with one tag. These sequences do not wait for each other, so every pattern of matching
 // sends and receives completes. Puts and signals to one rank run in the order of launch. A wait for
 // a signal blocks no other operation. An operation with async_op=false keeps that order too: it
-// runs on the caller's thread if its lanes are idle, otherwise it is queued. If the caller polls
+// runs on the caller's thread if its queues are idle, otherwise it is queued. If the caller polls
 // for signals (base/interrupt.h) and there are other ranks, the operation is always queued, and it
 // continues if a signal ends the caller's wait.
 //
@@ -59,23 +59,23 @@ class HostBackend final : public Backend, public HostWorkOwner {
   void expire(const HostWork& work) override;
 
  private:
-  using Lane = TaskLanes::Key;
-  static constexpr Lane kAllLanes = -1;
+  using QueueKey = TaskQueues::Key;
+  static constexpr QueueKey kAllQueues = -1;
 
-  using LaneList = c10::SmallVector<Lane, 4>;
+  using QueueList = c10::SmallVector<QueueKey, 4>;
 
   void end(bool notify_peers);
-  Lane lane_of(const P2POp& op) const;
-  LaneList lanes_of(const Call& call) const;
+  QueueKey queue_of(const P2POp& op) const;
+  QueueList queues_of(const Call& call) const;
   WorkPtr launch_wait(Call call);
-  // Runs the part of `work` that belongs to `lane`, then ends the part.
-  void run(HostWork& work, Lane lane);
-  void run_part(HostWork& work, Lane lane, bool& has_started);
+  // Runs the part of `work` that belongs to `queue`, then ends the part.
+  void run(HostWork& work, QueueKey queue);
+  void run_part(HostWork& work, QueueKey queue, bool& has_started);
   // Throws an error that shows the operations in which this rank and a missing peer wait, if the
   // peer reports its own. A rank whose deadline passed first closes its connections, which looks
   // like a crash to the others.
   void throw_if_mismatched(const HostWork& work, ErrorKind kind, const std::set<int>& missing);
-  void run_p2p_lane(HostWork& work, Lane lane, Primitives& primitives);
+  void run_p2p_queue(HostWork& work, QueueKey queue, Primitives& primitives);
   // Only the first call sets the communicator's failure.
   void set_broken(const std::exception_ptr& error);
   void require_usable(std::string_view op);
@@ -89,7 +89,7 @@ class HostBackend final : public Backend, public HostWorkOwner {
   std::atomic<bool> finalized_{false};
   std::mutex mutex_;  // guards failure_
   std::string failure_;
-  TaskLanes lanes_;  // last member: its threads end before the others are destroyed
+  TaskQueues queues_;  // last member: its threads end before the others are destroyed
 };
 
 }  // namespace torch_overlap

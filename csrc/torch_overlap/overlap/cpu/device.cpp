@@ -1,5 +1,5 @@
 
-#include "torch_overlap/overlap/cpu/host_lanes.h"
+#include "torch_overlap/overlap/cpu/host_streams.h"
 #include "torch_overlap/overlap/cpu/transport.h"
 
 namespace torch_overlap {
@@ -7,8 +7,8 @@ namespace {
 
 class CpuOverlapDevice final : public OverlapDevice {
  public:
-  std::unique_ptr<Lanes> make_lanes(c10::Device, const LaneOptions& options) override {
-    return std::make_unique<HostLanes>(options.num_compute_lanes);
+  std::unique_ptr<OverlapStreams> make_streams(c10::Device, const StreamOptions& options) override {
+    return std::make_unique<HostStreams>(options.num_compute_streams);
   }
 
   std::unique_ptr<Transport> make_transport(std::shared_ptr<SymmetricMemory> memory,

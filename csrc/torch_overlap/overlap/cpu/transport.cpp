@@ -6,7 +6,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/overlap/channel.h"
-#include "torch_overlap/overlap/cpu/host_lanes.h"
+#include "torch_overlap/overlap/cpu/host_streams.h"
 #include "torch_overlap/symm/entry.h"
 
 namespace torch_overlap {
@@ -73,9 +73,9 @@ void CpuTransport::begin(const EntryPayload& operation) {
   }
 }
 
-void CpuTransport::exchange(Lanes& lanes, int lane, const Move& move) {
+void CpuTransport::exchange(OverlapStreams& streams, int stream, const Move& move) {
   flag_senders_.insert_or_assign(move.get_flag, move.from);
-  lanes.run(lane, "exchange", [this, move] {
+  streams.run(stream, "exchange", [this, move] {
     auto* there = static_cast<std::byte*>(memory_->pointer(move.to)) + move.at;
     const at::Tensor& give = move.give;
     if (give.numel() > 0 && move.pitch == 0) {
@@ -95,20 +95,21 @@ void CpuTransport::exchange(Lanes& lanes, int lane, const Move& move) {
   });
 }
 
-void CpuTransport::wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) {
-  auto& host = static_cast<HostLanes&>(lanes);
+void CpuTransport::wait_for_flags(OverlapStreams& streams, int stream,
+                                  const std::vector<int>& flags) {
+  auto& host = static_cast<HostStreams&>(streams);
   for (const int flag : flags) {
     const auto found = flag_senders_.find(flag);
     const int from = found == flag_senders_.end() ? flag % memory_->size() : found->second;
     const auto raised = [this, at = options_.layout.flag_offset(flag)] {
       return word<uint32_t>(memory_->rank(), at).load(std::memory_order_acquire);
     };
-    host.until(lane, make_epoch_poll(raised, epoch_, from, "do its part of"));
+    host.until(stream, make_epoch_poll(raised, epoch_, from, "do its part of"));
   }
 }
 
-void CpuTransport::post(Lanes& lanes, int lane, int flag) {
-  lanes.run(lane, "post", [this, flag] {
+void CpuTransport::post(OverlapStreams& streams, int stream, int flag) {
+  streams.run(stream, "post", [this, flag] {
     for (int rank = 0; rank < memory_->size(); ++rank) {
       word<uint32_t>(rank, options_.layout.flag_offset(flag + memory_->rank()))
           .store(epoch_, std::memory_order_release);

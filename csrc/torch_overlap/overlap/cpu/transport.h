@@ -20,9 +20,9 @@ class CpuTransport final : public Transport {
   std::string_view name() const override { return "shared memory"; }
   bool is_peer_mapped() const override { return true; }
   void begin(const EntryPayload& operation) override;
-  void exchange(Lanes& lanes, int lane, const Move& move) override;
-  void wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) override;
-  void post(Lanes& lanes, int lane, int flag) override;
+  void exchange(OverlapStreams& streams, int stream, const Move& move) override;
+  void wait_for_flags(OverlapStreams& streams, int stream, const std::vector<int>& flags) override;
+  void post(OverlapStreams& streams, int stream, int flag) override;
   at::Tensor peer(int rank, int64_t at, c10::IntArrayRef sizes,
                   at::ScalarType dtype) const override;
 

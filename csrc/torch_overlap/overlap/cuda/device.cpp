@@ -8,9 +8,9 @@
 #include "torch_overlap/overlap/cuda/fused_host.h"
 #include "torch_overlap/overlap/cuda/fused_operands.h"
 #include "torch_overlap/overlap/cuda/kernels.h"
-#include "torch_overlap/overlap/cuda/lanes.h"
 #include "torch_overlap/overlap/cuda/low_latency_host.h"
 #include "torch_overlap/overlap/cuda/resident_kernel_lock.h"
+#include "torch_overlap/overlap/cuda/streams.h"
 #include "torch_overlap/overlap/cuda/transport.h"
 
 namespace torch_overlap {
@@ -47,8 +47,9 @@ class KeptByGraph final : public PendingDelete {
 
 class CudaOverlapDevice final : public OverlapDevice {
  public:
-  std::unique_ptr<Lanes> make_lanes(c10::Device device, const LaneOptions& options) override {
-    return std::make_unique<cuda::CudaLanes>(device.index(), options);
+  std::unique_ptr<OverlapStreams> make_streams(c10::Device device,
+                                               const StreamOptions& options) override {
+    return std::make_unique<cuda::CudaStreams>(device.index(), options);
   }
 
   std::unique_ptr<Transport> make_transport(std::shared_ptr<SymmetricMemory> memory,

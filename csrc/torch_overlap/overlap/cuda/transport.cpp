@@ -78,19 +78,19 @@ void CudaTransport::begin(const EntryPayload& operation) {
           "overlap: begin");
 }
 
-void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {
-  lanes.run(lane, "exchange", [&] {
-    const cudaStream_t stream = current_stream();
+void CudaTransport::exchange(OverlapStreams& streams, int stream, const Move& move) {
+  streams.run(stream, "exchange", [&] {
+    const cudaStream_t current = current_stream();
     const size_t bytes = move.give.nbytes();
     const void* const from = bytes == 0 ? nullptr : move.give.const_data_ptr();
     void* const to = data(move.to, move.at);
-    // With one lane nothing overlaps with a copy, and one launch costs the host less than two
+    // With one stream nothing overlaps with a copy, and one launch costs the host less than two
     // copies.
-    const bool by_kernel = !options_.use_ce || lanes.is_single_lane();
+    const bool by_kernel = !options_.use_ce || streams.is_single_stream();
     if (by_kernel && move.pitch == 0 && move.flag != kNoFlag) {
       require(launch_copy_signal(words_, to, from, bytes,
                                  word(move.to, options_.layout.flag_offset(move.flag)), control(),
-                                 options_.blocks, cluster_, stream),
+                                 options_.blocks, cluster_, current),
               "overlap: copy and signal");
       return;
     }
@@ -98,21 +98,22 @@ void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {
       const size_t element = move.give.element_size();
       require(cudaMemcpy2DAsync(to, move.pitch, from, move.give.stride(0) * element,
                                 move.give.size(1) * element, move.give.size(0),
-                                cudaMemcpyDeviceToDevice, stream),
+                                cudaMemcpyDeviceToDevice, current),
               "cudaMemcpy2DAsync to a peer");
     } else if (bytes > 0) {
-      require(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream),
+      require(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, current),
               "cudaMemcpyAsync to a peer");
     }
     if (move.flag == kNoFlag) return;
     require(cudaMemcpyAsync(word(move.to, options_.layout.flag_offset(move.flag)), words_.epoch,
-                            sizeof(uint32_t), cudaMemcpyDeviceToDevice, stream),
+                            sizeof(uint32_t), cudaMemcpyDeviceToDevice, current),
             "cudaMemcpyAsync of a flag");
   });
 }
 
-void CudaTransport::wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) {
-  lanes.run(lane, "await", [&] {
+void CudaTransport::wait_for_flags(OverlapStreams& streams, int stream,
+                                   const std::vector<int>& flags) {
+  streams.run(stream, "await", [&] {
     FlagList list{};
     for (const int flag : flags) {
       list.at[list.count] = word(memory_->rank(), options_.layout.flag_offset(flag));
@@ -122,8 +123,8 @@ void CudaTransport::wait_for_flags(Lanes& lanes, int lane, const std::vector<int
   });
 }
 
-void CudaTransport::post(Lanes& lanes, int lane, int flag) {
-  lanes.run(lane, "post", [&] {
+void CudaTransport::post(OverlapStreams& streams, int stream, int flag) {
+  streams.run(stream, "post", [&] {
     require(launch_signal_flags(words_, peer_flags(flag + memory_->rank()), control(),
                                 current_stream()),
             "overlap: post");

@@ -18,7 +18,7 @@ namespace torch_overlap::cuda {
 // other in any order that is the same on all ranks. A copy engine copies a chunk and then the
 // epoch, from this rank's memory to the flag on the peer; copies on one stream arrive in order. A
 // rank waits only for copies and kernels of other ranks, and these wait only for earlier operations
-// of this rank. If all lanes are one, a kernel copies the chunk and sets the flag.
+// of this rank. If all streams are one, a kernel copies the chunk and sets the flag.
 class CudaTransport final : public Transport {
  public:
   CudaTransport(std::shared_ptr<SymmetricMemory> memory, PeerMappedOptions options);
@@ -27,13 +27,13 @@ class CudaTransport final : public Transport {
   bool is_peer_mapped() const override { return true; }
   void check() const override;
   void begin(const EntryPayload& operation) override;
-  bool can_begin_on_comm_lane() const override { return true; }
+  bool can_begin_on_comm_stream() const override { return true; }
   std::vector<std::shared_ptr<void>> retained_resources() const override {
     return {memory_, monitor_};
   }
-  void exchange(Lanes& lanes, int lane, const Move& move) override;
-  void wait_for_flags(Lanes& lanes, int lane, const std::vector<int>& flags) override;
-  void post(Lanes& lanes, int lane, int flag) override;
+  void exchange(OverlapStreams& streams, int stream, const Move& move) override;
+  void wait_for_flags(OverlapStreams& streams, int stream, const std::vector<int>& flags) override;
+  void post(OverlapStreams& streams, int stream, int flag) override;
   at::Tensor peer(int rank, int64_t at, c10::IntArrayRef sizes,
                   at::ScalarType dtype) const override;
 

@@ -59,7 +59,7 @@ TEST(DeferredDeleter, ABodyIsKeptUntilItMayGoAndThenDeletedOnAnotherThread) {
 }
 
 // In a process of its own: the beginning of an exit cannot be undone.
-TEST(GraveyardDeathTest, FromTheBeginningOfTheEndNothingIsDropped) {
+TEST(DeferredDeleterDeathTest, FromTheBeginningOfTheEndNothingIsDropped) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto program = [] {
     static Fate waiting;

@@ -1,4 +1,4 @@
-#include "torch_overlap/overlap/cpu/host_lanes.h"
+#include "torch_overlap/overlap/cpu/host_streams.h"
 
 #include <ATen/record_function.h>
 
@@ -15,53 +15,54 @@ namespace {
 std::atomic<uint64_t> interleaving_seed{0};
 std::atomic<uint64_t> interleaved_operations{0};
 
-// A mark encodes the lane and the number of items that were enqueued there before.
-constexpr int kLaneBits = 8;
+// A mark encodes the stream and the number of items that were enqueued there before.
+constexpr int kStreamBits = 8;
 
 }  // namespace
 
 void set_interleaving(uint64_t seed) { interleaving_seed = seed; }
 
-HostLanes::HostLanes(int num_compute_lanes) : Lanes(num_compute_lanes), queues_(count()) {}
+HostStreams::HostStreams(int num_compute_streams)
+    : OverlapStreams(num_compute_streams), queues_(count()) {}
 
-void HostLanes::fork(bool single_lane) {
+void HostStreams::fork(bool single_stream) {
   const uint64_t seed = interleaving_seed;
   shuffles_ = seed != 0;
-  single_lane_ = single_lane && !shuffles_;
+  single_stream_ = single_stream && !shuffles_;
   if (shuffles_) random_.seed(seed + 0x9E3779B97F4A7C15ULL * ++interleaved_operations);
 }
 
-void HostLanes::put(int lane, Item item) {
-  Queue& queue = queue_of(lane);
+void HostStreams::put(int stream, Item item) {
+  Queue& queue = queue_of(stream);
   queue.items.push_back(std::move(item));
   ++queue.put;
 }
 
-void HostLanes::run(int lane, std::string_view name, std::function<void()> work) {
-  put(lane, {.name = name, .is_ready = {}, .work = std::move(work)});
+void HostStreams::run(int stream, std::string_view name, std::function<void()> work) {
+  put(stream, {.name = name, .is_ready = {}, .work = std::move(work)});
 }
 
-Lanes::Mark HostLanes::mark(int lane) {
-  return queue_of(lane).put << kLaneBits | static_cast<Mark>(single_lane_ ? 0 : lane);
+OverlapStreams::Mark HostStreams::mark(int stream) {
+  return queue_of(stream).put << kStreamBits | static_cast<Mark>(single_stream_ ? 0 : stream);
 }
 
-void HostLanes::after(int lane, Mark mark) {
-  const Queue& before = queues_.at(mark & ((1U << kLaneBits) - 1));
-  until(lane, [&before, count = mark >> kLaneBits] { return before.done >= count; });
+void HostStreams::after(int stream, Mark mark) {
+  const Queue& before = queues_.at(mark & ((1U << kStreamBits) - 1));
+  until(stream, [&before, count = mark >> kStreamBits] { return before.done >= count; });
 }
 
-void HostLanes::wait(int lane, std::shared_ptr<WorkPtr> work) {
-  until(lane, [work] { return !*work || (*work)->is_completed(); });
-  run(lane, "wait", [work] {
+void HostStreams::wait(int stream, std::shared_ptr<WorkPtr> work) {
+  until(stream, [work] { return !*work || (*work)->is_completed(); });
+  run(stream, "wait", [work] {
     if (*work) (*work)->wait();  // throws the error of the work
   });
 }
 
-void HostLanes::until(int lane, std::function<bool()> is_ready) {
-  put(lane, {.name = {}, .is_ready = std::move(is_ready), .work = {}});
+void HostStreams::until(int stream, std::function<bool()> is_ready) {
+  put(stream, {.name = {}, .is_ready = std::move(is_ready), .work = {}});
 }
 
-bool HostLanes::advance(Queue& queue) {
+bool HostStreams::advance(Queue& queue) {
   if (queue.items.empty()) return false;
   Item& first = queue.items.front();
   if (first.is_ready && !first.is_ready()) return false;
@@ -76,7 +77,7 @@ bool HostLanes::advance(Queue& queue) {
   return true;
 }
 
-void HostLanes::run_until(const std::function<bool()>& is_done) {
+void HostStreams::run_until(const std::function<bool()>& is_done) {
   // Communication first: what it starts progresses while GEMMs run.
   std::vector<size_t> order(queues_.size());
   std::iota(order.rbegin(), order.rend(), 0);
@@ -93,18 +94,18 @@ void HostLanes::run_until(const std::function<bool()>& is_done) {
   }
 }
 
-void HostLanes::join() {
+void HostStreams::join() {
   run_until([this] {
     return std::all_of(queues_.begin(), queues_.end(),
                        [](const Queue& queue) { return queue.items.empty(); });
   });
 }
 
-void HostLanes::join_lane(int lane) {
-  run_until([&queue = queue_of(lane), put = queue_of(lane).put] { return queue.done >= put; });
+void HostStreams::join_stream(int stream) {
+  run_until([&queue = queue_of(stream), put = queue_of(stream).put] { return queue.done >= put; });
 }
 
-void HostLanes::cancel() noexcept {
+void HostStreams::cancel() noexcept {
   for (Queue& queue : queues_) {
     queue.items.clear();
     queue.done = queue.put;
