@@ -44,6 +44,7 @@ WORDS = {
     r"(?i)\b(?:un)?told\b": "'notified', 'signalled', or the flag that is set",
     r"(?i)\w*(?:graveyard|coffin|bury|buried)\w*": "deferred deletion",
     r"\b\w*Lanes\b|\b(?:single|compute|comm)_lanes?\b": "streams (overlap/), task queues (comm/host/)",
+    r"\b(?:Overlap|Gemm|Lt|Quantize|Dequantize)Call\b": "...Args or ...Options: a Call is a communicator's operation",
     r"(?i)\bcomes? to it\b": "'reaches', 'calls'",
 }
 

@@ -31,14 +31,14 @@ inline const at::Tensor& residual_of(const GemmArgs& args) {
 
 // Checked arguments of quantize(). x may have any strides; scale is undefined if it is computed
 // from x.
-struct QuantizeCall {
+struct QuantizeArgs {
   std::string_view op;
   const at::Tensor& x;
   const QuantizeOptions& options;
   const at::Tensor& scale;
 };
 
-struct DequantizeCall {
+struct DequantizeArgs {
   const at::Tensor& data;
   const at::Tensor& scale_inv;
   ScalingMode scaling;
@@ -80,10 +80,10 @@ class TORCH_OVERLAP_API GemmBackend {
 
   // Quantizes by kernels of this project, on the current stream; nullopt if torch's operators are
   // to be used. The second result is the largest |x|, for modes with one scale.
-  virtual std::optional<std::pair<Quantized, at::Tensor>> quantize(const QuantizeCall& call) {
+  virtual std::optional<std::pair<Quantized, at::Tensor>> quantize(const QuantizeArgs& args) {
     return std::nullopt;
   }
-  virtual std::optional<at::Tensor> dequantize(const DequantizeCall& call) { return std::nullopt; }
+  virtual std::optional<at::Tensor> dequantize(const DequantizeArgs& args) { return std::nullopt; }
   virtual bool update_scale(const ScaleUpdate& update) { return false; }
 };
 

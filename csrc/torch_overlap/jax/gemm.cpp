@@ -1,4 +1,4 @@
-#include "torch_overlap/ops/gemm_call.h"
+#include "torch_overlap/ops/gemm_op.h"
 
 #include <ATen/ops/empty.h>
 
@@ -39,24 +39,20 @@ at::Tensor own_rows(const at::Tensor& result, int64_t all_rows, int64_t first_si
   return result.narrow(0, 0, own);
 }
 
-struct Call {
-  ops::GemmCall gemm;
-  ops::GemmResults results;
-};
-
 // Cuts the result that a reduce-scatter writes to this rank's rows.
-void cut_scattered(Call& call, const CommOverlapCore& buffer) {
-  if (call.gemm.comm_type != static_cast<int64_t>(CommOverlapType::RS)) return;
+void cut_scattered(const ops::GemmOp& call, ops::GemmResults& results,
+                   const CommOverlapCore& buffer) {
+  if (call.comm_type != static_cast<int64_t>(CommOverlapType::RS)) return;
   const int ranks = buffer.get_tp_size();
   if (buffer.config().method == CommOverlapMethod::BULK) {
-    if (!call.gemm.aux_in || call.gemm.aux_in->dim() == 0) return;
-    auto& result = std::get<3>(call.results);
-    result = own_rows(result, 0, call.gemm.aux_in->size(0), buffer.rank(), ranks);
+    if (!call.aux_in || call.aux_in->dim() == 0) return;
+    auto& result = std::get<3>(results);
+    result = own_rows(result, 0, call.aux_in->size(0), buffer.rank(), ranks);
     return;
   }
-  const auto shape = ops::gemm_result_shape(call.gemm);
+  const auto shape = ops::gemm_result_shape(call);
   if (shape.sizes.empty()) return;
-  auto& result = std::get<0>(call.results);
+  auto& result = std::get<0>(results);
   result =
       own_rows(result, shape.m.expect_int(), shape.sizes[0].expect_int(), buffer.rank(), ranks);
 }
@@ -87,45 +83,45 @@ ffi::Future gemm(ffi::Context context, Instance* instance, int32_t ordinal, Inpu
     const auto result = [&](std::string_view what, const Output& of) {
       return as_tensor(kGemm, what, *of, device);
     };
-    Call call;
-    call.gemm = {.lhs = as_tensor(kGemm, "lhs", lhs, device),
-                 .lhs_scale_inv = optional("lhs_scale_inv", lhs_scale_inv),
-                 .rhs = as_tensor(kGemm, "rhs", rhs, device),
-                 .rhs_scale_inv = optional("rhs_scale_inv", rhs_scale_inv),
-                 .bias = optional("bias", bias),
-                 .gelu_input = optional("gelu_input", gelu_input),
-                 .aux_in = optional("aux_in", aux_in),
-                 .lhs_swizzle = optional("lhs_swizzle", *lhs_swizzle),
-                 .rhs_swizzle = optional("rhs_swizzle", *rhs_swizzle),
-                 .workspace = optional("workspace", *workspace),
-                 .scaling_mode = static_cast<int64_t>(scaling_mode),
-                 .comm_overlap_method = static_cast<int64_t>(comm_overlap_method),
-                 .comm_type = static_cast<int64_t>(comm_type),
-                 .comm_overlap_id = comm_overlap_id,
-                 .lhs_axis_boundary = lhs_axis_boundary,
-                 .rhs_axis_boundary = rhs_axis_boundary,
-                 .aux_axis_boundary = aux_axis_boundary,
-                 .lhs_transposed = lhs_transposed,
-                 .rhs_transposed = rhs_transposed,
-                 .fuse_bias = fuse_bias,
-                 .fuse_gelu = fuse_gelu,
-                 .grad = grad,
-                 .use_split_accumulator = use_split_accumulator,
-                 .scales_swizzled = false,
-                 .out_dtype = scalar_type(kGemm, "output", output->element_type()),
-                 .out_scale = std::nullopt,
-                 .out_amax = std::nullopt};
-    call.results = {result("output", output), result("bias_grad", bias_grad),
-                    result("pre_gelu_out", pre_gelu_out), result("aux_out", aux_out)};
+    ops::GemmOp call{.lhs = as_tensor(kGemm, "lhs", lhs, device),
+                     .lhs_scale_inv = optional("lhs_scale_inv", lhs_scale_inv),
+                     .rhs = as_tensor(kGemm, "rhs", rhs, device),
+                     .rhs_scale_inv = optional("rhs_scale_inv", rhs_scale_inv),
+                     .bias = optional("bias", bias),
+                     .gelu_input = optional("gelu_input", gelu_input),
+                     .aux_in = optional("aux_in", aux_in),
+                     .lhs_swizzle = optional("lhs_swizzle", *lhs_swizzle),
+                     .rhs_swizzle = optional("rhs_swizzle", *rhs_swizzle),
+                     .workspace = optional("workspace", *workspace),
+                     .scaling_mode = static_cast<int64_t>(scaling_mode),
+                     .comm_overlap_method = static_cast<int64_t>(comm_overlap_method),
+                     .comm_type = static_cast<int64_t>(comm_type),
+                     .comm_overlap_id = comm_overlap_id,
+                     .lhs_axis_boundary = lhs_axis_boundary,
+                     .rhs_axis_boundary = rhs_axis_boundary,
+                     .aux_axis_boundary = aux_axis_boundary,
+                     .lhs_transposed = lhs_transposed,
+                     .rhs_transposed = rhs_transposed,
+                     .fuse_bias = fuse_bias,
+                     .fuse_gelu = fuse_gelu,
+                     .grad = grad,
+                     .use_split_accumulator = use_split_accumulator,
+                     .scales_swizzled = false,
+                     .out_dtype = scalar_type(kGemm, "output", output->element_type()),
+                     .out_scale = std::nullopt,
+                     .out_amax = std::nullopt};
+    ops::GemmResults results{result("output", output), result("bias_grad", bias_grad),
+                             result("pre_gelu_out", pre_gelu_out), result("aux_out", aux_out)};
     if (buffer) {
-      return run(caller, rank, [call = std::move(call), buffer]() mutable {
-        cut_scattered(call, *buffer);
-        ops::gemm_into(call.gemm, call.results);
-      });
+      return run(caller, rank,
+                 [call = std::move(call), results = std::move(results), buffer]() mutable {
+                   cut_scattered(call, results, *buffer);
+                   ops::gemm_into(call, results);
+                 });
     }
     const BelowDispatchGuard below;
     const auto stream = enter_stream(context, device);
-    ops::gemm_into(call.gemm, call.results);
+    ops::gemm_into(call, results);
     ffi::Promise done;
     ffi::Future future(done);
     done.SetAvailable();

@@ -57,15 +57,15 @@ void OrderedExecutor::run() {
 }
 
 OrderedExecutor::Job OrderedExecutor::next() {
-  Call first;
+  SiteRun first;
   {
     const std::lock_guard lock(mutex_);
-    first = pending_.front().call;
+    first = pending_.front().run;
   }
   return wait_for(announce(first));
 }
 
-OrderedExecutor::Call OrderedExecutor::announce(const Call& mine) {
+OrderedExecutor::SiteRun OrderedExecutor::announce(const SiteRun& mine) {
   if (comm_->size() == 1) return mine;
   const auto& [site, count] = mine;
   auto words = at::tensor({site.domain, site.number, count}, at::kLong);
@@ -74,17 +74,17 @@ OrderedExecutor::Call OrderedExecutor::announce(const Call& mine) {
   return {{.domain = heard[0], .number = heard[1]}, heard[2]};
 }
 
-OrderedExecutor::Job OrderedExecutor::wait_for(const Call& call) {
+OrderedExecutor::Job OrderedExecutor::wait_for(const SiteRun& run) {
   std::unique_lock lock(mutex_);
   const auto find = [&] {
     return std::find_if(pending_.begin(), pending_.end(),
-                        [&](const Pending& one) { return one.call == call; });
+                        [&](const Pending& one) { return one.run == run; });
   };
   const auto timeout = comm_->options().timeout;
   const bool is_there = changed_.wait_for(lock, timeout, [&] { return find() != pending_.end(); });
   TORCH_OVERLAP_CHECK(is_there, kTimeout, "jax: expected rank ", comm_->rank(), " of '",
-                      comm_->name(), "' to reach call ", call.first.number, " (run ", call.second,
-                      ") of axis or buffer ", call.first.domain, " within ", timeout.count(),
+                      comm_->name(), "' to reach call ", run.first.number, " (run ", run.second,
+                      ") of axis or buffer ", run.first.domain, " within ", timeout.count(),
                       " ms, as rank 0 has, got ", pending_.size(),
                       " other calls. Compile and run the same programs on all processes.");
   const auto found = find();

@@ -56,17 +56,17 @@ class OrderedExecutor {
 
  private:
   // A site and how often it ran before on this rank.
-  using Call = std::pair<CallSite, int64_t>;
+  using SiteRun = std::pair<CallSite, int64_t>;
   struct Pending {
-    Call call;
+    SiteRun run;
     Job job;
   };
 
   void run();
   // Returns the job that is the next one on all ranks, waiting for it if necessary.
   Job next();
-  Call announce(const Call& mine);
-  Job wait_for(const Call& call);
+  SiteRun announce(const SiteRun& mine);
+  Job wait_for(const SiteRun& run);
 
   const std::shared_ptr<TorchComm> comm_;
   std::mutex mutex_;

@@ -11,13 +11,13 @@
 
 #include "torch_overlap/ops/operator.h"
 
-// The gradient of an operator whose arguments are a call (operator.h). A call that has one adds:
+// The gradient of an operator that operator.h describes. An operator that has one adds:
 //
 //   template <typename Self>
 //   static auto saved(Self& self) { return std::tie(self.x, self.weight); }   // kept for backward
-//   static void backward(Backward<Call>& pass);
+//   static void backward(Backward<Op>& pass);
 //
-// and may add `static variable_list saved_results(const Call&, const variable_list& results)` and
+// and may add `static variable_list saved_results(const Op&, const variable_list& results)` and
 // `static variable_list non_differentiable(const variable_list& results)`.
 namespace torch_overlap::ops {
 
@@ -38,11 +38,11 @@ inline void append_tensors(const OptionalTensors& field, variable_list& tensors)
 template <typename Attribute>
 void append_tensors(const Attribute&, variable_list&) {}
 
-template <typename Call>
-variable_list tensors_of(const Call& call) {
+template <typename Op>
+variable_list tensors_of(const Op& call) {
   variable_list tensors;
   std::apply([&](const auto&... fields) { (append_tensors(fields, tensors), ...); },
-             Call::fields(call));
+             Op::fields(call));
   return tensors;
 }
 
@@ -66,11 +66,11 @@ template <typename Attribute>
 bool needs_autograd(const Attribute&) {
   return false;
 }
-template <typename Call>
-  requires requires { Call::kName; }
-bool needs_autograd(const Call& call) {
+template <typename Op>
+  requires requires { Op::kName; }
+bool needs_autograd(const Op& call) {
   return std::apply([](const auto&... fields) { return (needs_autograd(fields) || ...); },
-                    Call::fields(call));
+                    Op::fields(call));
 }
 
 // Conversions of the results of an operator.
@@ -101,8 +101,8 @@ Result from_list(variable_list list) {
 }
 
 // A backward pass: the call, its saved tensors, the gradients of its results, and those of its
-// operands, which backward() of the call sets.
-template <typename Call>
+// operands, which Op::backward() sets.
+template <typename Op>
 class Backward {
  public:
   Backward(AutogradContext* context, const variable_list& result_grads)
@@ -110,18 +110,17 @@ class Backward {
     // Elements of a tuple that the context keeps: strings are referred to, not copied.
     const auto& stored = context->saved_data.at(kKey).toTupleRef().elements();
     size_t field = 0;
-    std::apply([&](auto&... fields) { (restore(fields, stored[field++]), ...); },
-               Call::fields(call));
+    std::apply([&](auto&... fields) { (restore(fields, stored[field++]), ...); }, Op::fields(call));
     gradients_.resize(num_operands_ + 1);  // the call itself is an argument, too
     auto tensors = context->get_saved_variables();
     size_t next = 0;
-    std::apply([&](auto&... fields) { (take(fields, tensors, next), ...); }, Call::saved(call));
+    std::apply([&](auto&... fields) { (take(fields, tensors, next), ...); }, Op::saved(call));
     saved_results.assign(tensors.begin() + static_cast<std::ptrdiff_t>(next), tensors.end());
   }
 
   // The attributes, and the tensors that were saved. A tensor that was not is undefined; has()
   // tells if there was one.
-  Call call{};
+  Op call{};
   variable_list saved_results;
   const variable_list& grads;
 
@@ -142,18 +141,18 @@ class Backward {
   variable_list finish() && { return std::move(gradients_); }
 
   // Stores what the constructor needs.
-  static void save(AutogradContext* context, const Call& call, const variable_list& results) {
+  static void save(AutogradContext* context, const Op& call, const variable_list& results) {
     context->saved_data.emplace(
         kKey, std::apply(
                   [](const auto&... fields) {
                     return c10::ivalue::Tuple::create(std::vector<IValue>{stored_value(fields)...});
                   },
-                  Call::fields(call)));
+                  Op::fields(call)));
     variable_list tensors;
     std::apply([&](const auto&... fields) { (append_tensors(fields, tensors), ...); },
-               Call::saved(call));
-    if constexpr (requires { Call::saved_results(call, results); }) {
-      const auto kept = Call::saved_results(call, results);
+               Op::saved(call));
+    if constexpr (requires { Op::saved_results(call, results); }) {
+      const auto kept = Op::saved_results(call, results);
       tensors.insert(tensors.end(), kept.begin(), kept.end());
     }
     context->save_for_backward(std::move(tensors));
@@ -198,7 +197,7 @@ class Backward {
   static IValue stored_value(const Field& field) {
     if constexpr (kIsTensors<Field>) {
       const Operands operands = operands_of(field);
-      TORCH_OVERLAP_CHECK(operands.count <= kMaxOperands, kUnsupported, Call::kName,
+      TORCH_OVERLAP_CHECK(operands.count <= kMaxOperands, kUnsupported, Op::kName,
                           ": expected at most ", kMaxOperands,
                           " tensors in a list, got more. Split the list.");
       return static_cast<int64_t>(operands.exists << 8 | operands.count);
@@ -253,38 +252,38 @@ class Backward {
   variable_list gradients_;
 };
 
-template <typename Call>
-class CallFunction : public Function<CallFunction<Call>> {
+template <typename Op>
+class OpFunction : public Function<OpFunction<Op>> {
  public:
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* context, at::TensorList, const Call& call) {
+  static variable_list forward(AutogradContext* context, at::TensorList, const Op& call) {
     const BelowAutograd guard;
-    auto results = to_list(Operator<Call>::dispatch(call));
-    Backward<Call>::save(context, call, results);
+    auto results = to_list(Operator<Op>::dispatch(call));
+    Backward<Op>::save(context, call, results);
     context->set_materialize_grads(false);
-    if constexpr (requires { Call::non_differentiable(results); }) {
-      context->mark_non_differentiable(Call::non_differentiable(results));
+    if constexpr (requires { Op::non_differentiable(results); }) {
+      context->mark_non_differentiable(Op::non_differentiable(results));
     }
     return results;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    Backward<Call> pass(context, grads);
-    Call::backward(pass);
+    Backward<Op> pass(context, grads);
+    Op::backward(pass);
     return std::move(pass).finish();
   }
 };
 
 // The Autograd kernel of a call.
-template <typename Call>
-typename Call::Result autograd_kernel(const Call& call) {
+template <typename Op>
+typename Op::Result autograd_kernel(const Op& call) {
   if (!needs_autograd(call)) {
     const BelowAutograd guard;
-    return Operator<Call>::dispatch(call);
+    return Operator<Op>::dispatch(call);
   }
-  return from_list<typename Call::Result>(
-      CallFunction<Call>::apply(at::TensorList(tensors_of(call)), call));
+  return from_list<typename Op::Result>(
+      OpFunction<Op>::apply(at::TensorList(tensors_of(call)), call));
 }
 
 }  // namespace torch_overlap::ops

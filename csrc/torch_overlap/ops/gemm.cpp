@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "torch_overlap/ops/gemm_call.h"
+#include "torch_overlap/ops/gemm_op.h"
 #include "torch_overlap/ops/register.h"
 
 namespace torch_overlap::ops {
@@ -12,7 +12,7 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 
 // Adapts a kernel to the signature of the overload gemm.buffers.
-template <GemmResults (*kKernel)(const GemmCall&)>
+template <GemmResults (*kKernel)(const GemmOp&)>
 GemmResults with_buffers(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, const Tensor& rhs,
                          const OptionalTensor& rhs_scale_inv, const OptionalTensor& bias,
                          const OptionalTensor& gelu_input, const OptionalTensor& aux_in,
@@ -54,7 +54,7 @@ GemmResults with_buffers(const Tensor& lhs, const OptionalTensor& lhs_scale_inv,
 }
 
 // Adapts a kernel to the signature of gemm, which modifies no argument.
-template <GemmResults (*kKernel)(const GemmCall&)>
+template <GemmResults (*kKernel)(const GemmOp&)>
 GemmResults with_values(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, const Tensor& rhs,
                         const OptionalTensor& rhs_scale_inv, const OptionalTensor& bias,
                         const OptionalTensor& gelu_input, const OptionalTensor& aux_in,
@@ -75,7 +75,7 @@ void mark_modified(const OptionalTensor& tensor) {
   if (tensor && !tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
 }
 
-GemmResults gemm_kernel(const GemmCall& call) {
+GemmResults gemm_kernel(const GemmOp& call) {
   if (call.comm_type != 0) return run_overlapped(call);
   auto results = empty_gemm_results(call);
   auto args = gemm_args(call, results);
@@ -88,7 +88,7 @@ GemmResults gemm_kernel(const GemmCall& call) {
   return results;
 }
 
-GemmResults gemm_meta(const GemmCall& call) {
+GemmResults gemm_meta(const GemmOp& call) {
   return call.comm_type != 0 ? run_overlapped(call) : empty_gemm_results(call);
 }
 
@@ -98,7 +98,7 @@ class GemmOperator {
   explicit GemmOperator(const char* name)
       : values_(find_op<Values>(name)), buffers_(find_op<Buffers>(name, "buffers")) {}
 
-  GemmResults operator()(const GemmCall& call) const {
+  GemmResults operator()(const GemmOp& call) const {
     if (call.lhs_swizzle || call.rhs_swizzle || call.workspace || call.out_amax) {
       return buffers_.call(
           call.lhs, call.lhs_scale_inv, call.rhs, call.rhs_scale_inv, call.bias, call.gelu_input,
@@ -126,7 +126,7 @@ class GemmOperator {
 
 // A call that communicates has its own operator below autograd: a compiler may drop or move an
 // unused product, but not its part in a collective (torch_overlap/ops/_effects.py).
-GemmResults below_autograd(const GemmCall& call) {
+GemmResults below_autograd(const GemmOp& call) {
   const BelowAutograd guard;
   if (call.comm_type == 0) return gemm(call);
   static const GemmOperator overlapped("_gemm_overlapped");
@@ -140,7 +140,7 @@ GemmResults below_autograd(const GemmCall& call) {
 //   transposed.
 
 Tensor product(const Tensor& lhs, bool lhs_transposed, const Tensor& rhs, bool rhs_transposed) {
-  GemmCall call;
+  GemmOp call;
   call.lhs = lhs;
   call.rhs = rhs;
   call.lhs_transposed = lhs_transposed;
@@ -154,7 +154,7 @@ class Gemm : public Function<Gemm> {
 
   // Takes the tensors of `call` that have gradients, and the whole call.
   static variable_list forward(AutogradContext* ctx, const Tensor& lhs, const Tensor& rhs,
-                               const OptionalTensor& bias, const GemmCall& call) {
+                               const OptionalTensor& bias, const GemmOp& call) {
     auto [output, bias_grad, pre_gelu_out, aux_out] = below_autograd(call);
     const bool has_gradient = call.scaling_mode == 0 && !call.grad && call.comm_type == 0 &&
                               c10::elementSize(output.scalar_type()) > 1;
@@ -227,7 +227,7 @@ class Gemm : public Function<Gemm> {
   }
 };
 
-GemmResults gemm_autograd(const GemmCall& call) {
+GemmResults gemm_autograd(const GemmOp& call) {
   if (needs_autograd(call.lhs) || needs_autograd(call.rhs) ||
       (call.bias && needs_autograd(*call.bias))) {
     const auto results = Gemm::apply(call.lhs, call.rhs, call.bias, call);
@@ -238,7 +238,7 @@ GemmResults gemm_autograd(const GemmCall& call) {
 
 // Operands are cast to the autocast dtype. 8-bit operands keep theirs, and their product gets it.
 template <c10::DeviceType kDevice>
-GemmResults gemm_autocast(const GemmCall& call) {
+GemmResults gemm_autocast(const GemmOp& call) {
   const auto dtype = at::autocast::get_autocast_dtype(kDevice);
   const c10::impl::ExcludeDispatchKeyGuard below{
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice)};
@@ -260,14 +260,14 @@ GemmResults gemm_autocast(const GemmCall& call) {
 
 }  // namespace
 
-GemmResults gemm(const GemmCall& call) {
+GemmResults gemm(const GemmOp& call) {
   static const GemmOperator op("gemm");
   return op(call);
 }
 
-void gemm_into(const GemmCall& call, const GemmResults& results) {
+void gemm_into(const GemmOp& call, const GemmResults& results) {
   const BelowAutograd guard;
-  GemmCall inner = call;
+  GemmOp inner = call;
   inner.into = &results;
   gemm_kernel(inner);
 }
@@ -294,7 +294,7 @@ constexpr std::array<const char*, 2> kGemm{"gemm", "gemm.buffers"};
 constexpr std::array<const char*, 2> kGemmOverlapped{"_gemm_overlapped",
                                                      "_gemm_overlapped.buffers"};
 
-template <torch_overlap::ops::GemmResults (*kKernel)(const torch_overlap::ops::GemmCall&)>
+template <torch_overlap::ops::GemmResults (*kKernel)(const torch_overlap::ops::GemmOp&)>
 void register_gemm(torch_overlap::ops::Kernels m, const std::array<const char*, 2>& names = kGemm) {
   m.impl(names[0], torch_overlap::ops::with_values<kKernel>);
   m.impl(names[1], torch_overlap::ops::with_buffers<kKernel>);

@@ -4,7 +4,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/ops/checks.h"
-#include "torch_overlap/ops/gemm_call.h"
+#include "torch_overlap/ops/gemm_op.h"
 #include "torch_overlap/overlap/registry.h"
 
 // The operator gemm over a registered overlap buffer.
@@ -74,7 +74,7 @@ at::Tensor as_matrix(const at::Tensor& tensor, int64_t columns) {
 }
 
 // Runs a product concurrently with the collective of aux_in.
-GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType type) {
+GemmResults run_bulk(const GemmOp& call, const Buffer& buffer, CommOverlapType type) {
   const auto made_for = buffer->config().comm_type;
   TORCH_OVERLAP_CHECK(made_for == type || made_for == CommOverlapType::NONE, kValue, kGemm,
                       ": invalid collective type: expected comm_type to be that of buffer ",
@@ -131,7 +131,7 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
 }
 
 // Computes a product of the gathered lhs; aux_out becomes the gathered lhs.
-GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
+GemmResults run_gather(const GemmOp& call, const Buffer& buffer) {
   TORCH_OVERLAP_CHECK(!call.lhs_transposed, kUnsupported, kGemm,
                       ": expected lhs as it is with comm_type AG, got lhs_transposed. Each element "
                       "of such a product sums over the rows of all ranks, so no rank's rows are a "
@@ -142,7 +142,7 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
                       "is gathered; aux_in is for BULK.");
   const auto matrix = collapse(kGemm, "lhs", call.lhs, call.lhs_axis_boundary);
   const auto sizes = gathered_sizes(call.lhs.sym_sizes(), buffer);
-  GemmCall whole = call;
+  GemmOp whole = call;
   if (call.lhs.is_meta()) {
     whole.lhs = at::empty_symint(sizes, call.lhs.options());
     auto results = empty_gemm_results(whole);
@@ -174,7 +174,7 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
 }
 
 // Returns this rank's rows of the sum of all ranks' products.
-GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
+GemmResults run_scatter(const GemmOp& call, const Buffer& buffer) {
   TORCH_OVERLAP_CHECK(!call.aux_in, kValue, kGemm,
                       ": expected no aux_in for RS with a method other than BULK, got one. The "
                       "product is what is reduced; aux_in is for BULK.");
@@ -217,7 +217,7 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
 
 }  // namespace
 
-GemmResults run_overlapped(const GemmCall& call) {
+GemmResults run_overlapped(const GemmOp& call) {
   TORCH_OVERLAP_CHECK(call.comm_type == 1 || call.comm_type == 2, kValue, kGemm,
                       ": expected comm_type to be NONE (0), RS (1) or AG (2), got ", call.comm_type,
                       ", an invalid collective type. Use a CommOverlapType.");

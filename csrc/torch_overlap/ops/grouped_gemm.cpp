@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "torch_overlap/ops/gemm_call.h"
+#include "torch_overlap/ops/gemm_op.h"
 #include "torch_overlap/ops/register.h"
 
 namespace torch_overlap::ops {
@@ -40,9 +40,9 @@ void check_matrix(std::string_view what, size_t index, const Tensor& matrix) {
 }
 
 // Returns the problems of a group as calls of gemm, to share its checks.
-std::vector<GemmCall> grouped_calls(at::TensorList lhs, at::TensorList rhs,
-                                    const OptionalTensors& biases, at::TensorList lhs_scale_inv,
-                                    at::TensorList rhs_scale_inv, const GroupedOptions& options) {
+std::vector<GemmOp> grouped_calls(at::TensorList lhs, at::TensorList rhs,
+                                  const OptionalTensors& biases, at::TensorList lhs_scale_inv,
+                                  at::TensorList rhs_scale_inv, const GroupedOptions& options) {
   check_list("rhs", rhs.size(), lhs.size(), false);
   check_list("biases", biases.size(), lhs.size(), true);
   const bool scaled = scaling_mode(kGroupedGemm, options.scaling_mode) != ScalingMode::NO_SCALING;
@@ -51,7 +51,7 @@ std::vector<GemmCall> grouped_calls(at::TensorList lhs, at::TensorList rhs,
   TORCH_OVERLAP_CHECK(!options.out_dtype || c10::elementSize(*options.out_dtype) > 1, kType,
                       kGroupedGemm, ": expected out_dtype of more than 8 bits, got ",
                       *options.out_dtype, "; use gemm for each, which takes their factors");
-  std::vector<GemmCall> calls(lhs.size());
+  std::vector<GemmOp> calls(lhs.size());
   for (size_t i = 0; i < calls.size(); ++i) {
     check_matrix("lhs", i, lhs[i]);
     check_matrix("rhs", i, rhs[i]);

@@ -9,8 +9,8 @@
 
 #include "torch_overlap/ops/register.h"
 
-// Operators whose arguments are one value, the call. A call declares its arguments once, as fields
-// in the order of the schema:
+// An operator is a struct that declares its arguments once, as fields in the order of the schema; a
+// value of it is one call:
 //
 //   struct MatmulAllReduce {                                          // in ops.h
 //     using Result = Tensor;
@@ -54,22 +54,22 @@ struct ParameterType<MainGrads> {
 template <typename T>
 using Parameter = typename ParameterType<T>::type;
 
-template <typename Call, typename... Fields>
-class OperatorOf<Call, std::tuple<const Fields&...>> {
+template <typename Op, typename... Fields>
+class OperatorOf<Op, std::tuple<const Fields&...>> {
  public:
-  using Result = typename Call::Result;
+  using Result = typename Op::Result;
 
   // Calls the operator through the dispatcher.
-  static Result dispatch(const Call& call) {
-    static const auto handle = find_op<Result(Parameter<Fields>...)>(Call::kName);
+  static Result dispatch(const Op& call) {
+    static const auto handle = find_op<Result(Parameter<Fields>...)>(Op::kName);
     return std::apply([](const Fields&... fields) { return handle.call(fields...); },
-                      Call::fields(call));
+                      Op::fields(call));
   }
 
   // kKernel with the arguments of the schema.
   template <auto kKernel>
   static Result unpacked(Parameter<Fields>... arguments) {
-    return kKernel(Call{field<Fields>(arguments)...});
+    return kKernel(Op{field<Fields>(arguments)...});
   }
 
  private:
@@ -116,24 +116,24 @@ class Autocast {
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice)};
 };
 
-template <typename Call, c10::DeviceType kDevice>
-typename Call::Result autocast_kernel(const Call& call) {
+template <typename Op, c10::DeviceType kDevice>
+typename Op::Result autocast_kernel(const Op& call) {
   const Autocast<kDevice> cast;
-  Call casted =
-      std::apply([&](const auto&... fields) { return Call{cast(fields)...}; }, Call::fields(call));
+  Op casted =
+      std::apply([&](const auto&... fields) { return Op{cast(fields)...}; }, Op::fields(call));
   // The operand of a collective that is no product keeps its dtype.
   if constexpr (requires { call.other; }) casted.other = call.other;
-  return Operator<Call>::dispatch(casted);
+  return Operator<Op>::dispatch(casted);
 }
 
 // Registers `kernel` for every backend and for Meta.
-#define TORCH_OVERLAP_OPERATOR(Call, kernel) \
-  TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) { m.impl<Call, kernel>(); }
-#define TORCH_OVERLAP_AUTOGRAD(Call, kernel) \
-  TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl<Call, kernel>(); }
+#define TORCH_OVERLAP_OPERATOR(Op, kernel) \
+  TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) { m.impl<Op, kernel>(); }
+#define TORCH_OVERLAP_AUTOGRAD(Op, kernel) \
+  TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl<Op, kernel>(); }
 // Registers autocast on CPUs and GPUs.
-#define TORCH_OVERLAP_AUTOCAST(Call)                                                         \
-  TORCH_OVERLAP_KERNELS(AutocastCPU, m) { m.impl<Call, autocast_kernel<Call, at::kCPU>>(); } \
-  TORCH_OVERLAP_KERNELS(AutocastCUDA, m) { m.impl<Call, autocast_kernel<Call, at::kCUDA>>(); }
+#define TORCH_OVERLAP_AUTOCAST(Op)                                                       \
+  TORCH_OVERLAP_KERNELS(AutocastCPU, m) { m.impl<Op, autocast_kernel<Op, at::kCPU>>(); } \
+  TORCH_OVERLAP_KERNELS(AutocastCUDA, m) { m.impl<Op, autocast_kernel<Op, at::kCUDA>>(); }
 
 }  // namespace torch_overlap::ops

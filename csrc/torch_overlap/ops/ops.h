@@ -20,7 +20,7 @@
 // communicator (comm/registry.h) of `group_size` ranks. Meta kernels use group_size only.
 namespace torch_overlap::ops {
 
-template <typename Call>
+template <typename Op>
 class Backward;  // autograd.h
 
 using at::Tensor;

@@ -50,10 +50,10 @@ inline Tensor register_started(std::string_view op, const Tensor& x, StartedOp s
   return std::move(started.out);
 }
 
-template <typename Call, typename Fields>
+template <typename Op, typename Fields>
 class OperatorOf;
-template <typename Call>
-using Operator = OperatorOf<Call, decltype(Call::fields(std::declval<const Call&>()))>;
+template <typename Op>
+using Operator = OperatorOf<Op, decltype(Op::fields(std::declval<const Op&>()))>;
 
 // Registers kernels for TORCH_OVERLAP_KERNELS. Each kernel translates its exceptions.
 class Kernels {
@@ -67,10 +67,10 @@ class Kernels {
           [&]() -> Result { return kernel(std::forward<Args>(args)...); });
     });
   }
-  // Registers a kernel of a call (operator.h).
-  template <typename Call, auto kKernel>
+  // Registers a kernel of an operator (operator.h).
+  template <typename Op, auto kKernel>
   void impl() {
-    impl(Call::kName, &Operator<Call>::template unpacked<kKernel>);
+    impl(Op::kName, &Operator<Op>::template unpacked<kKernel>);
   }
   // Registers one of torch's own kernels.
   void impl(const char* name, torch::CppFunction kernel) { library_.impl(name, std::move(kernel)); }

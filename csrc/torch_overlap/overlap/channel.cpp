@@ -293,12 +293,12 @@ void OverlapChannel::log_sum(int stream, const SumArgs& args) const {
 }
 
 OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channel,
-                                     const OverlapCall& call)
+                                     const OperationOptions& options)
     : channel_(channel),
       lock_(channel.mutex_, std::defer_lock),
-      session_(call.lender == nullptr ? *channel.streams_ : *call.lender->streams_,
+      session_(options.lender == nullptr ? *channel.streams_ : *options.lender->streams_,
                *channel.transport_, channel) {
-  OverlapChannel* const lender = call.lender;
+  OverlapChannel* const lender = options.lender;
   if (lender != nullptr && lender != &channel) {
     lender_lock_ = std::unique_lock(lender->mutex_, std::defer_lock);
     std::lock(lock_, lender_lock_);
@@ -320,14 +320,14 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
   try {
     channel.keep_for_graph();
     channel.enter();
-    if (call.fills_device)
+    if (options.fills_device)
       resident_kernel_guard_ =
           channel.device().acquire_resident_kernel_lock(channel.group_->device());
     const bool begins_on_comm_stream =
-        call.begin_on_comm_stream && channel.transport_->can_begin_on_comm_stream();
-    if (call.begin && !begins_on_comm_stream) channel.transport_->begin(*call.begin);
-    session_.streams.fork(call.single_stream);
-    if (call.begin && begins_on_comm_stream) session_.begin(*call.begin);
+        options.begin_on_comm_stream && channel.transport_->can_begin_on_comm_stream();
+    if (options.begin && !begins_on_comm_stream) channel.transport_->begin(*options.begin);
+    session_.streams.fork(options.single_stream);
+    if (options.begin && begins_on_comm_stream) session_.begin(*options.begin);
   } catch (...) {
     fail();
     throw;

@@ -74,7 +74,7 @@ class TORCH_OVERLAP_API OverlapGroup {
 class OverlapChannel;
 
 // Options of one operation.
-struct OverlapCall {
+struct OperationOptions {
   // Payload that all ranks must agree on at entry: the operation starts after all ranks have
   // entered it, and a mismatch fails on both ranks. Empty: a kernel of the operation does the entry
   // itself.
@@ -202,7 +202,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     std::vector<bool> is_after_begin_;  // by stream; empty: all streams are
   };
   template <typename Body>
-  void operate(std::string_view op, const Body& body, const OverlapCall& call = {});
+  void operate(std::string_view op, const Body& body, const OperationOptions& options = {});
 
   // An operation that stays in flight while the caller does other work, on other channels too:
   // finish() joins the streams. If it is destroyed without finish(), the channel can no longer be
@@ -210,7 +210,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   class TORCH_OVERLAP_API Operation {
    public:
     // Throws what operate() throws.
-    Operation(std::string_view op, OverlapChannel& channel, const OverlapCall& call = {});
+    Operation(std::string_view op, OverlapChannel& channel, const OperationOptions& options = {});
     ~Operation();
     Operation(const Operation&) = delete;
     Operation& operator=(const Operation&) = delete;
@@ -267,8 +267,9 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
 };
 
 template <typename Body>
-void OverlapChannel::operate(std::string_view op, const Body& body, const OverlapCall& call) {
-  Operation operation(op, *this, call);
+void OverlapChannel::operate(std::string_view op, const Body& body,
+                             const OperationOptions& options) {
+  Operation operation(op, *this, options);
   operation.put(body);
   operation.finish();
 }

@@ -111,7 +111,7 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
     : flags_(flags_of_others(channel.group(), 0)) {
   operation_.emplace(
       op, channel,
-      OverlapCall{.begin = EntryPayload{.rows = rows.rows}, .single_stream = single_stream});
+      OperationOptions{.begin = EntryPayload{.rows = rows.rows}, .single_stream = single_stream});
   operation_->put([&](OverlapChannel::Session& session) {
     const int comm = session.streams.comm();
     put_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);

@@ -5,14 +5,14 @@
 
 #include "comm/local_ranks.h"
 #include "torch_overlap/comm/backends/local/spawn.h"
-#include "torch_overlap/ops/gemm_call.h"
+#include "torch_overlap/ops/gemm_op.h"
 #include "torch_overlap/overlap/registry.h"
 
 namespace torch_overlap::testing {
 namespace {
 
-ops::GemmCall call_of(const at::Tensor& lhs, const at::Tensor& rhs) {
-  ops::GemmCall call;
+ops::GemmOp call_of(const at::Tensor& lhs, const at::Tensor& rhs) {
+  ops::GemmOp call;
   call.lhs = lhs;
   call.rhs = rhs;
   return call;

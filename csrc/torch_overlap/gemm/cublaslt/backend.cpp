@@ -72,7 +72,7 @@ class GemmRunner {
   }
 
   bool matmul(cublasLtEpilogue_t epilogue, const at::Tensor& out) {
-    const LtCall call = make_call(problem_, epilogue, out, workspace_);
+    const LtMatmulArgs call = make_matmul_args(problem_, epilogue, out, workspace_);
     return PlanCache::instance().plan_of(handle_, call)->run(handle_, call, workspace_, stream_);
   }
 
@@ -115,7 +115,7 @@ void run_problem(cublasLtHandle_t handle, const GemmProblem& problem) {
 std::optional<sm90::Problem> custom_kernel_problem_of(const GemmProblem& problem) {
   const auto epilogue = fused_epilogue(problem);
   if (!epilogue || problem.lhs.data.scalar_type() == at::kDouble) return std::nullopt;
-  const LtCall call = make_call(problem, *epilogue, problem.args.out, {});
+  const LtMatmulArgs call = make_matmul_args(problem, *epilogue, problem.args.out, {});
   return custom_kernel_problem(call, call.d);
 }
 
@@ -148,12 +148,12 @@ class CublasLtGemm final : public GemmBackend {
     sm90::run(*product, sm90::supported_tile_shapes(*product).at(index));
   }
 
-  std::optional<std::pair<Quantized, at::Tensor>> quantize(const QuantizeCall& call) override {
-    return cuda::quantize_cuda(call);
+  std::optional<std::pair<Quantized, at::Tensor>> quantize(const QuantizeArgs& args) override {
+    return cuda::quantize_cuda(args);
   }
 
-  std::optional<at::Tensor> dequantize(const DequantizeCall& call) override {
-    return cuda::dequantize_cuda(call);
+  std::optional<at::Tensor> dequantize(const DequantizeArgs& args) override {
+    return cuda::dequantize_cuda(args);
   }
 
   bool update_scale(const ScaleUpdate& update) override { return cuda::update_scale_cuda(update); }

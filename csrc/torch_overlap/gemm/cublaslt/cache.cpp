@@ -13,7 +13,7 @@ PlanCache& PlanCache::instance() {
   return *cache;
 }
 
-std::shared_ptr<Plan> PlanCache::plan_of(cublasLtHandle_t handle, const LtCall& call) {
+std::shared_ptr<Plan> PlanCache::plan_of(cublasLtHandle_t handle, const LtMatmulArgs& call) {
   {
     const std::shared_lock lock(mutex_);
     const auto found = plans_.find(call.key);

@@ -15,7 +15,7 @@ class PlanCache {
   // Never destroyed, because cuBLASLt may be unloaded first.
   static PlanCache& instance();
 
-  std::shared_ptr<Plan> plan_of(cublasLtHandle_t handle, const LtCall& call);
+  std::shared_ptr<Plan> plan_of(cublasLtHandle_t handle, const LtMatmulArgs& call);
 
  private:
   std::shared_mutex mutex_;

@@ -41,7 +41,7 @@ bool has_supported_scaling(const PlanKey& key, at::ScalarType lhs) {
 
 }  // namespace
 
-std::optional<sm90::Problem> custom_kernel_problem(const LtCall& call, void* d) {
+std::optional<sm90::Problem> custom_kernel_problem(const LtMatmulArgs& call, void* d) {
   const PlanKey& key = call.key;
   const auto lhs = torch_type(key.type_b);  // row-major again: see PlanKey
   const auto rhs = torch_type(key.type_a);

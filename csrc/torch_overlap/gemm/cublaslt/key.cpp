@@ -77,13 +77,13 @@ int64_t alignment_of(const void* pointer) {
   return static_cast<int64_t>(address & (~address + 1));
 }
 
-LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const at::Tensor& out,
-                 const Workspace& workspace) {
+LtMatmulArgs make_matmul_args(const GemmProblem& problem, cublasLtEpilogue_t epilogue,
+                              const at::Tensor& out, const Workspace& workspace) {
   const GemmArgs& args = problem.args;
   const OperandView& a = problem.rhs;
   const OperandView& b = problem.lhs;
   const bool is_result = out.is_same(args.out);
-  LtCall call;
+  LtMatmulArgs call;
   call.a = a.data.const_data_ptr();
   call.b = b.data.const_data_ptr();
   call.d = out.data_ptr();

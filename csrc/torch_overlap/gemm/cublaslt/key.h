@@ -42,7 +42,7 @@ struct PlanKeyHash {
 };
 
 // One call: its key, and the addresses, which change from call to call.
-struct LtCall {
+struct LtMatmulArgs {
   PlanKey key{};
   const void* a = nullptr;
   const void* b = nullptr;
@@ -71,7 +71,7 @@ int64_t alignment_of(const void* pointer);
 
 // Returns the call for the problem with `epilogue` fused and the result in `out`: args.out, or an
 // fp32 matrix for the product without its epilogue.
-LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const at::Tensor& out,
-                 const Workspace& workspace);
+LtMatmulArgs make_matmul_args(const GemmProblem& problem, cublasLtEpilogue_t epilogue,
+                              const at::Tensor& out, const Workspace& workspace);
 
 }  // namespace torch_overlap::cublaslt

@@ -38,7 +38,7 @@ class TimingEvent {
 // The result is written to scratch memory, because out may be accumulated into, or may be adjacent
 // to data that others read. Other results of an epilogue (pre-activations, bias gradient, amax) are
 // the same each time, and are written again by the call itself.
-void Plan::measure(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
+void Plan::measure(cublasLtHandle_t handle, const LtMatmulArgs& call, const Workspace& workspace,
                    cudaStream_t stream) {
   measured_ = true;
   const auto candidates = query(handle, kMaxCandidates);

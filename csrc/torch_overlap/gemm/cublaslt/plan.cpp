@@ -42,7 +42,7 @@ Owned<cublasLtMatrixLayout_t> make_operand(int64_t type, int64_t transposed, int
 
 }  // namespace
 
-Plan::Plan(cublasLtHandle_t handle, const LtCall& call)
+Plan::Plan(cublasLtHandle_t handle, const LtMatmulArgs& call)
     : key_(call.key),
       matmul_(make_matmul_desc(key_)),
       a_(make_operand(key_.type_a, key_.transpose_a, key_.m, key_.k, key_.lda)),
@@ -61,7 +61,7 @@ Plan::Plan(cublasLtHandle_t handle, const LtCall& call)
 
 // For 8-bit operands that the library refuses: sizes that are not multiples of 16, or GELU with a
 // residual. All calls with one key have the same alignments.
-void Plan::fall_back_to_custom_kernel(const LtCall& call) {
+void Plan::fall_back_to_custom_kernel(const LtMatmulArgs& call) {
   algorithm_.reset();
   if (key_.scale_mode_a < 0) return;
   if (const auto product = custom_kernel_problem(call, call.d))
@@ -98,7 +98,7 @@ std::vector<cublasLtMatmulAlgo_t> Plan::query(cublasLtHandle_t handle, int max_a
   return algorithms;
 }
 
-void Plan::set_addresses(const LtCall& call) const {
+void Plan::set_addresses(const LtMatmulArgs& call) const {
   const auto address = [&](cublasLtMatmulDescAttributes_t attribute, const void* pointer) {
     if (pointer != nullptr) set(matmul_.get(), attribute, pointer);
   };
@@ -110,7 +110,7 @@ void Plan::set_addresses(const LtCall& call) const {
   address(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, call.aux);
 }
 
-cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtCall& call, void* d,
+cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtMatmulArgs& call, void* d,
                             const cublasLtMatmulAlgo_t& algorithm, const Workspace& workspace,
                             cudaStream_t stream) const {
   const float alpha = 1;
@@ -121,7 +121,7 @@ cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtCall& call, void* d
                         static_cast<size_t>(workspace.bytes), stream);
 }
 
-bool Plan::run(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
+bool Plan::run(cublasLtHandle_t handle, const LtMatmulArgs& call, const Workspace& workspace,
                cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
   const bool should_measure =

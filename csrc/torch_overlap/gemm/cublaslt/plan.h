@@ -19,22 +19,22 @@ class Plan {
   // Requests an algorithm from the library. A plan is also created if the library refuses the
   // problem, so that it is not asked again: then one of this project's kernels is used if the
   // operands have 8 bits and there is one.
-  Plan(cublasLtHandle_t handle, const LtCall& call);
+  Plan(cublasLtHandle_t handle, const LtMatmulArgs& call);
 
   // Returns false, without enqueuing anything, if nothing here supports the problem. With measured
   // tuning, and outside of captures, the first call measures.
-  bool run(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
+  bool run(cublasLtHandle_t handle, const LtMatmulArgs& call, const Workspace& workspace,
            cudaStream_t stream);
 
  private:
-  void fall_back_to_custom_kernel(const LtCall& call);
+  void fall_back_to_custom_kernel(const LtMatmulArgs& call);
   std::vector<cublasLtMatmulAlgo_t> query(cublasLtHandle_t handle, int max_algorithms) const;
-  void set_addresses(const LtCall& call) const;
-  cublasStatus_t launch(cublasLtHandle_t handle, const LtCall& call, void* d,
+  void set_addresses(const LtMatmulArgs& call) const;
+  cublasStatus_t launch(cublasLtHandle_t handle, const LtMatmulArgs& call, void* d,
                         const cublasLtMatmulAlgo_t& algorithm, const Workspace& workspace,
                         cudaStream_t stream) const;
   // Selects the fastest of the library's proposals and of this project's kernels.
-  void measure(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
+  void measure(cublasLtHandle_t handle, const LtMatmulArgs& call, const Workspace& workspace,
                cudaStream_t stream);
 
   std::mutex mutex_;

@@ -56,27 +56,27 @@ at::Tensor zeroed_magnitudes(const at::Tensor& x, int64_t count, cudaStream_t st
 
 }  // namespace
 
-std::optional<std::pair<Quantized, at::Tensor>> quantize_cuda(const QuantizeCall& call) {
-  const auto type = high_precision_type(call.x.scalar_type());
-  if (!type || call.x.numel() == 0) return std::nullopt;
-  const c10::cuda::CUDAGuard guard(call.x.device());
+std::optional<std::pair<Quantized, at::Tensor>> quantize_cuda(const QuantizeArgs& args) {
+  const auto type = high_precision_type(args.x.scalar_type());
+  if (!type || args.x.numel() == 0) return std::nullopt;
+  const c10::cuda::CUDAGuard guard(args.x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const auto x = call.x.contiguous();
-  auto out = empty_quantized(call.op, x, call.options);
+  const auto x = args.x.contiguous();
+  auto out = empty_quantized(args.op, x, args.options);
   QuantizeParams p;
   p.x = x.data_ptr();
   p.type = *type;
   p.rows = rows_of(x);
   p.columns = x.size(-1);
-  p.group = scale_granularity(call.options.scaling);
-  p.e5m2 = call.options.dtype == at::kFloat8_e5m2;
-  p.power_of_two = call.options.power_of_two;
+  p.group = scale_granularity(args.options.scaling);
+  p.e5m2 = args.options.dtype == at::kFloat8_e5m2;
+  p.power_of_two = args.options.power_of_two;
   p.data = static_cast<uint8_t*>(out.data.data_ptr());
-  p.scales = layout_of(out.scale_inv, call.options.swizzled);
-  const bool has_columnwise = call.options.columnwise;
+  p.scales = layout_of(out.scale_inv, args.options.swizzled);
+  const bool has_columnwise = args.options.columnwise;
   if (has_columnwise) {
     p.transposed = static_cast<uint8_t*>(out.columnwise_data.data_ptr());
-    p.transposed_scales = layout_of(out.columnwise_scale_inv, call.options.swizzled);
+    p.transposed_scales = layout_of(out.columnwise_scale_inv, args.options.swizzled);
   }
   const bool is_per_tensor = p.group == ScaleGranularity::kTensor;
   const bool needs_row_and_column_amax = p.group == ScaleGranularity::kRow && has_columnwise;
@@ -85,8 +85,8 @@ std::optional<std::pair<Quantized, at::Tensor>> quantize_cuda(const QuantizeCall
     largest = zeroed_magnitudes(x, is_per_tensor ? 1 : p.rows + p.columns, stream);
     p.largest = static_cast<uint32_t*>(largest.data_ptr());
   }
-  if (call.scale.defined()) {
-    p.scale = call.scale.const_data_ptr<float>();
+  if (args.scale.defined()) {
+    p.scale = args.scale.const_data_ptr<float>();
   } else if (is_per_tensor) {
     C10_CUDA_CHECK(launch_amax(p, stream));
   } else if (needs_row_and_column_amax) {
@@ -102,20 +102,20 @@ std::optional<std::pair<Quantized, at::Tensor>> quantize_cuda(const QuantizeCall
   return std::make_pair(std::move(out), std::move(largest));
 }
 
-std::optional<at::Tensor> dequantize_cuda(const DequantizeCall& call) {
-  const auto type = high_precision_type(call.dtype);
-  if (!type || call.data.numel() == 0) return std::nullopt;
-  const c10::cuda::CUDAGuard guard(call.data.device());
-  const auto data = call.data.contiguous();
-  const auto scales = call.swizzled ? call.scale_inv.contiguous() : call.scale_inv;
-  auto out = at::empty(data.sizes(), data.options().dtype(call.dtype));
+std::optional<at::Tensor> dequantize_cuda(const DequantizeArgs& args) {
+  const auto type = high_precision_type(args.dtype);
+  if (!type || args.data.numel() == 0) return std::nullopt;
+  const c10::cuda::CUDAGuard guard(args.data.device());
+  const auto data = args.data.contiguous();
+  const auto scales = args.swizzled ? args.scale_inv.contiguous() : args.scale_inv;
+  auto out = at::empty(data.sizes(), data.options().dtype(args.dtype));
   DequantizeParams p;
   p.data = static_cast<const uint8_t*>(data.const_data_ptr());
   p.e5m2 = data.scalar_type() == at::kFloat8_e5m2;
   p.rows = rows_of(data);
   p.columns = data.size(-1);
-  p.group = scale_granularity(call.scaling);
-  p.scales = layout_of(scales, call.swizzled);
+  p.group = scale_granularity(args.scaling);
+  p.scales = layout_of(scales, args.swizzled);
   p.out = out.data_ptr();
   p.type = *type;
   C10_CUDA_CHECK(launch_dequantize(p, c10::cuda::getCurrentCUDAStream()));

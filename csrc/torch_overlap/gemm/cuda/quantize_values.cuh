@@ -176,41 +176,41 @@ __device__ __forceinline__ uint2 to_fp8x8(const Value& value) {
 
 // --- Dispatch of runtime types to template types.
 
-template <typename Call>
-cudaError_t dispatch_type(HighPrecisionType type, const Call& call) {
+template <typename Function>
+cudaError_t dispatch_type(HighPrecisionType type, const Function& function) {
   switch (type) {
     case HighPrecisionType::kFloat:
-      return call(float{});
+      return function(float{});
     case HighPrecisionType::kHalf:
-      return call(__half{});
+      return function(__half{});
     case HighPrecisionType::kBFloat16:
-      return call(__nv_bfloat16{});
+      return function(__nv_bfloat16{});
   }
   return cudaErrorInvalidValue;
 }
 
-template <typename Call>
-cudaError_t dispatch_format(bool e5m2, const Call& call) {
-  return e5m2 ? call(std::true_type{}) : call(std::false_type{});
+template <typename Function>
+cudaError_t dispatch_format(bool e5m2, const Function& function) {
+  return e5m2 ? function(std::true_type{}) : function(std::false_type{});
 }
 
-// Calls `call` with Group<group>{}.
+// Argument of the function of dispatch_granularity(): Group<group>{}.
 template <ScaleGranularity group>
 using Group = std::integral_constant<ScaleGranularity, group>;
 
-template <typename Call>
-cudaError_t dispatch_granularity(ScaleGranularity group, const Call& call) {
+template <typename Function>
+cudaError_t dispatch_granularity(ScaleGranularity group, const Function& function) {
   switch (group) {
     case ScaleGranularity::kTensor:
-      return call(Group<ScaleGranularity::kTensor>{});
+      return function(Group<ScaleGranularity::kTensor>{});
     case ScaleGranularity::kRow:
-      return call(Group<ScaleGranularity::kRow>{});
+      return function(Group<ScaleGranularity::kRow>{});
     case ScaleGranularity::kRow128:
-      return call(Group<ScaleGranularity::kRow128>{});
+      return function(Group<ScaleGranularity::kRow128>{});
     case ScaleGranularity::kBlock128:
-      return call(Group<ScaleGranularity::kBlock128>{});
+      return function(Group<ScaleGranularity::kBlock128>{});
     case ScaleGranularity::kRow32:
-      return call(Group<ScaleGranularity::kRow32>{});
+      return function(Group<ScaleGranularity::kRow32>{});
   }
   return cudaErrorInvalidValue;
 }

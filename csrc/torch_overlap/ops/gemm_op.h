@@ -15,7 +15,7 @@ namespace torch_overlap::ops {
 
 // Tensors and attributes under the names and in the order of the schema.
 // docs/reference/operators.md documents them.
-struct GemmCall {
+struct GemmOp {
   at::Tensor lhs;
   std::optional<at::Tensor> lhs_scale_inv;
   at::Tensor rhs;
@@ -52,12 +52,12 @@ using GemmResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // Calls the operator through the dispatcher: autograd, autocast, tracing and the Meta kernel see
 // it.
-TORCH_OVERLAP_API GemmResults gemm(const GemmCall& call);
+TORCH_OVERLAP_API GemmResults gemm(const GemmOp& call);
 // Computes what gemm() returns into contiguous tensors of the caller, which have the sizes, dtypes
 // and device of those that gemm() would allocate. An absent result may have any shape without
 // elements, or be undefined. For runtimes that own the memory of results: below the dispatcher, so
 // without autograd and autocast.
-TORCH_OVERLAP_API void gemm_into(const GemmCall& call, const GemmResults& results);
+TORCH_OVERLAP_API void gemm_into(const GemmOp& call, const GemmResults& results);
 
 // The matrix into which a tensor is collapsed at an axis boundary.
 struct CollapsedOperand {
@@ -79,13 +79,13 @@ struct GemmResultShape {
   at::ScalarType dtype;
   at::ScalarType saved_dtype;  // dtype of the tensors saved with the output; never 8-bit
 };
-TORCH_OVERLAP_API GemmResultShape gemm_result_shape(const GemmCall& call,
+TORCH_OVERLAP_API GemmResultShape gemm_result_shape(const GemmOp& call,
                                                     std::string_view op = "gemm");
 // Allocates the results, or returns those of call.into.
-GemmResults empty_gemm_results(const GemmCall& call, std::string_view op = "gemm");
+GemmResults empty_gemm_results(const GemmOp& call, std::string_view op = "gemm");
 // Allocates result number `index` of GemmResults, or returns that of call.into. Throws unless the
 // latter fits.
-at::Tensor gemm_result(const GemmCall& call, size_t index, c10::SymIntArrayRef sizes,
+at::Tensor gemm_result(const GemmOp& call, size_t index, c10::SymIntArrayRef sizes,
                        const at::TensorOptions& options, std::string_view op = "gemm");
 
 // Returns an operand for the GEMM layer. Does not copy if the rows are contiguous, or without block
@@ -94,13 +94,13 @@ GemmOperand gemm_operand(const at::Tensor& matrix, bool transposed, ScalingMode 
                          const std::optional<at::Tensor>& scale_inv, bool swizzled);
 
 // Returns the GEMM arguments of a call without communication. `results`: from empty_gemm_results.
-GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string_view op = "gemm");
+GemmArgs gemm_args(const GemmOp& call, const GemmResults& results, std::string_view op = "gemm");
 // Swizzles scales into the buffers that the call passes for them. This modifies tensors, so it runs
 // after all checks.
-void swizzle_operands(const GemmCall& call, GemmArgs& args, std::string_view op = "gemm");
+void swizzle_operands(const GemmOp& call, GemmArgs& args, std::string_view op = "gemm");
 
 // Runs a call with a comm_type other than NONE: checks it and, unless the operands are Meta
 // tensors, computes and communicates.
-GemmResults run_overlapped(const GemmCall& call);
+GemmResults run_overlapped(const GemmOp& call);
 
 }  // namespace torch_overlap::ops

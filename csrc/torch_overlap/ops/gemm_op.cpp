@@ -1,4 +1,4 @@
-#include "torch_overlap/ops/gemm_call.h"
+#include "torch_overlap/ops/gemm_op.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/SymIntArrayRef.h>
@@ -80,7 +80,7 @@ void check_same_device(std::string_view op, std::string_view what, const Optiona
                       tensor ? tensor->device() : lhs.device(), "; move one of them");
 }
 
-void check_epilogue_operands(std::string_view op, const GemmCall& call) {
+void check_epilogue_operands(std::string_view op, const GemmOp& call) {
   check_same_device(op, "rhs", call.rhs, call.lhs);
   check_same_device(op, "lhs_scale_inv", call.lhs_scale_inv, call.lhs);
   check_same_device(op, "rhs_scale_inv", call.rhs_scale_inv, call.lhs);
@@ -129,7 +129,7 @@ void check_out_dtype(std::string_view op, at::ScalarType in, ScalingMode mode, a
   }
 }
 
-at::ScalarType high_precision_dtype(const GemmCall& call) {
+at::ScalarType high_precision_dtype(const GemmOp& call) {
   if (is_high_precision(call.lhs.scalar_type())) return call.lhs.scalar_type();
   if (call.bias) return call.bias->scalar_type();
   return call.gelu_input ? call.gelu_input->scalar_type() : at::kBFloat16;
@@ -172,7 +172,7 @@ CollapsedOperand collapse(std::string_view op, std::string_view what, const Tens
   return {boundary, product(sizes.slice(0, boundary)), product(sizes.slice(boundary))};
 }
 
-GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op) {
+GemmResultShape gemm_result_shape(const GemmOp& call, std::string_view op) {
   const auto mode = scaling_mode(op, call.scaling_mode);
   check_operand(op, "lhs", call.lhs, call.lhs_scale_inv, call.lhs_swizzle, mode,
                 call.scales_swizzled);
@@ -223,7 +223,7 @@ GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op) {
   return {m, n, std::move(sizes), dtype, is_eight_bit(dtype) ? wide : dtype};
 }
 
-Tensor gemm_result(const GemmCall& call, size_t index, c10::SymIntArrayRef sizes,
+Tensor gemm_result(const GemmOp& call, size_t index, c10::SymIntArrayRef sizes,
                    const at::TensorOptions& options, std::string_view op) {
   if (call.into == nullptr) return at::empty_symint(sizes, options);
   constexpr std::array<const char*, 4> kNames{"output", "bias_grad", "pre_gelu_out", "aux_out"};
@@ -247,7 +247,7 @@ Tensor gemm_result(const GemmCall& call, size_t index, c10::SymIntArrayRef sizes
   return result;
 }
 
-GemmResults empty_gemm_results(const GemmCall& call, std::string_view op) {
+GemmResults empty_gemm_results(const GemmOp& call, std::string_view op) {
   const auto [m, n, sizes, dtype, saved_dtype] = gemm_result_shape(call, op);
   const auto on = at::TensorOptions().device(call.lhs.device());
   const bool has_bias_grad = call.fuse_bias && call.grad;
@@ -284,7 +284,7 @@ GemmOperand gemm_operand(const Tensor& matrix, bool transposed, ScalingMode scal
   return operand;
 }
 
-GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string_view op) {
+GemmArgs gemm_args(const GemmOp& call, const GemmResults& results, std::string_view op) {
   const auto& [output, bias_grad, pre_gelu_out, aux_out] = results;
   const auto mode = scaling_mode(op, call.scaling_mode);
   const auto matrix = [&](std::string_view what, const Tensor& tensor, int64_t boundary) {
@@ -320,7 +320,7 @@ GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string
   return args;
 }
 
-void swizzle_operands(const GemmCall& call, GemmArgs& args, std::string_view op) {
+void swizzle_operands(const GemmOp& call, GemmArgs& args, std::string_view op) {
   if (call.lhs_swizzle) swizzle_into(op, *call.lhs_swizzle, args.lhs);
   if (call.rhs_swizzle) swizzle_into(op, *call.rhs_swizzle, args.rhs);
 }
