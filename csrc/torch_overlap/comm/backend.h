@@ -67,7 +67,7 @@ struct RegroupRequest {
 // Interface of a communication backend: order, streams, events, lifetime and timeouts of
 // operations. Primitives defines what an operation does.
 //
-// Threads: launch() may be called from any thread; an internal lock orders the calls. The owner
+// Threads: issue() may be called from any thread; an internal lock orders the calls. The owner
 // (TorchComm) calls the other functions, one at a time.
 class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
  public:
@@ -80,7 +80,7 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // communicator stays usable. After an error half way this rank is out of step with its peers:
   // failure() then has the error, and no further operation is issued. Throws the pending error if
   // an earlier operation failed.
-  virtual WorkPtr launch(Call call) = 0;
+  virtual WorkPtr issue(Call call) = 0;
 
   // Collective over all ranks. Returns null on a rank that is not a member.
   virtual std::shared_ptr<Backend> split(const SplitRequest& request) = 0;
@@ -89,7 +89,7 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // if an operation failed or did not end. Called once.
   virtual void finalize() = 0;
   // Ends all operations on this rank at once, without contacting other ranks. Never ends the
-  // process. May be called from any thread, also while another thread is inside launch().
+  // process. May be called from any thread, also while another thread is inside issue().
   virtual void abort() = 0;
   // Same as abort(), but slow steps continue in the background, for callers with a deadline.
   // `notify_peers` is false after a timeout: the peers' own timeouts are about to expire, and their
@@ -113,10 +113,10 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   virtual std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& rendezvous,
                                            Milliseconds timeout);
 
-  // True if launch() supports sends and receives with tags, and receives from any rank.
+  // True if issue() supports sends and receives with tags, and receives from any rank.
   virtual bool has_tags() const { return false; }
 
-  // True if its communicators have windows: launch() then supports put, signal and wait_signal.
+  // True if its communicators have windows: issue() then supports put, signal and wait_signal.
   virtual bool has_windows() const { return false; }
   // Called before a tensor is registered. Creates what the operations on windows need, so that none
   // of them has to wait for the device.
@@ -145,7 +145,7 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   virtual std::shared_ptr<RemoteAccess> open_remote(Bootstrap& bootstrap, std::string_view op,
                                                     SymmetricMemory& memory);
 
-  // True if launch() supports calls with a `norm`.
+  // True if issue() supports calls with a `norm`.
   virtual bool has_rms_norm() const { return false; }
   // True if the norm of such a call may have a quantization, for rows of `row_bytes` bytes.
   virtual bool quantizes_rms_norm(at::ScalarType dtype, size_t row_bytes) const { return false; }

@@ -126,7 +126,7 @@ class TORCH_OVERLAP_API CallRecord {
   std::optional<c10::ScalarType> dtype;  // absent: no tensors
   std::vector<Message> messages;         // point-to-point calls only
   std::shared_ptr<torch::CapturedTraceback> stack;
-  // Set before the call is launched, by the hook that records it.
+  // Set before the call is issued, by the hook that records it.
   c10::SmallVector<std::weak_ptr<CallObserver>, 1> observers;
 
   bool is_p2p() const { return primitive == Primitive::p2p; }

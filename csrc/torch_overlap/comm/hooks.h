@@ -93,7 +93,7 @@ struct Hooks {
   HookList<void(const HookEvent&)> pre;
   HookList<void(const HookEvent&, std::exception_ptr error)> post;
   HookList<void()> abort;
-  // Runs after the pre-hooks for every operation that is about to be launched. The call has its
+  // Runs after the pre-hooks for every operation that is about to be issued. The call has its
   // record.
   HookList<void(const Call&)> record;
   // Runs when a split has made a communicator, before it is returned.

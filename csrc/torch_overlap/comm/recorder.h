@@ -15,9 +15,9 @@
 namespace torch_overlap {
 
 // The last calls of this process, over all its communicators, for finding out what hung.
-// TorchComm::launch records every call that reaches a backend, and the backend updates the record
-// while the call runs. Reading accesses no device and acquires no lock of a communicator or of
-// Python.
+// TorchComm::issue_recorded records every call that reaches a backend, and the backend updates the
+// record while the call runs. Reading accesses no device and acquires no lock of a communicator or
+// of Python.
 //
 // Threads: any. add() holds a lock while it copies one pointer, records() while it copies all.
 class TORCH_OVERLAP_API FlightRecorder {

@@ -178,40 +178,40 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
   call.id = allocate_op_id();
   call.comm = name();
   const Membership& members = *check.members;
-  if (hooks_->pre.empty() && hooks_->post.empty()) return launch(members, std::move(call));
+  if (hooks_->pre.empty() && hooks_->post.empty()) return issue_recorded(members, std::move(call));
 
   WorkPtr work;
   const HookEvent event{.name = call.name, .id = call.id, .call = &call, .work = &work};
   hooks_->pre(event);
   // The post-hook must still see the call, so the backend gets a copy.
-  return hooks_->run_with_post_hook(event, [&] { return work = launch(members, call); });
+  return hooks_->run_with_post_hook(event, [&] { return work = issue_recorded(members, call); });
 }
 
-WorkPtr TorchComm::launch(const Membership& members, Call call) {
+WorkPtr TorchComm::issue_recorded(const Membership& members, Call call) {
   call.sequence = members.context.record->next_sequence_number(call.primitive);
   const ProfileScope profile(call, *members.context.record);
   if (call.bumps_versions) call.bump_versions(members.context.rank);
   call.detach_tensors();
   FlightRecorder& recorder = FlightRecorder::of_process();
   if (!recorder.is_enabled() && hooks_->record.empty()) {
-    return launch_checked(members, std::move(call));
+    return issue_compared(members, std::move(call));
   }
   const auto record = std::make_shared<CallRecord>(call, members.context.record);
   call.record = record;
   hooks_->record(call);
   recorder.add(record);
   try {
-    return launch_checked(members, std::move(call));
+    return issue_compared(members, std::move(call));
   } catch (...) {
     record->ended(std::current_exception());
     throw;
   }
 }
 
-WorkPtr TorchComm::launch_checked(const Membership& members, Call call) const {
+WorkPtr TorchComm::issue_compared(const Membership& members, Call call) const {
   // One-sided operations have no matching call on another rank.
   if (!members.context.options.check_mismatch || !members.mismatch || call.window != nullptr) {
-    return members.backend->launch(std::move(call));
+    return members.backend->issue(std::move(call));
   }
   std::unique_lock<std::mutex> order_lock;
   try {
@@ -230,7 +230,7 @@ WorkPtr TorchComm::launch_checked(const Membership& members, Call call) const {
          ": expected the store to answer, which check_mismatch needs, got: ", error.what());
   }
   call.is_compared = true;
-  return members.backend->launch(std::move(call));
+  return members.backend->issue(std::move(call));
 }
 
 void TorchComm::finalize() {

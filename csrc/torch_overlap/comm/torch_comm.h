@@ -316,13 +316,13 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   void abort_with(const std::function<void(Backend&)>& end);
   WorkPtr all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, bool async_op,
                             const OpOptions& options);
-  // Issues an operation; every operation passes through here: state, options, hooks, the backend's
-  // launch. `check` is what the arguments were checked against, and holds the members that run it.
+  // Issues an operation; every operation passes through here: state, options, hooks, the
+  // backend. `check` is what the arguments were checked against, and holds the members that run it.
   WorkPtr issue(const Checker& check, Call call, bool async_op, const OpOptions& options);
-  // Records the call, compares it with the other ranks' calls if check_mismatch is on, and passes
-  // it to the backend.
-  WorkPtr launch(const Membership& members, Call call);
-  WorkPtr launch_checked(const Membership& members, Call call) const;
+  // Records the call, then issue_compared().
+  WorkPtr issue_recorded(const Membership& members, Call call);
+  // Compares the call with the other ranks' if check_mismatch is on, and passes it to the backend.
+  WorkPtr issue_compared(const Membership& members, Call call) const;
   void require_active(std::string_view op) const;
   static uint64_t allocate_op_id();
   // Collective. Throws on all ranks unless every rank's request is valid and they match.

@@ -70,13 +70,13 @@ void CheckedGemm::run() const {
               {.op = op_, .args = args_, .shape = shape_, .lhs = lhs_, .rhs = rhs_});
 }
 
-std::vector<std::string> own_gemm_kernels(std::string_view op, const GemmArgs& args) {
+std::vector<std::string> custom_gemm_kernels(std::string_view op, const GemmArgs& args) {
   const GemmProblem problem = checked_problem(op, args);
   const c10::DeviceGuard guard(args.out.device());
   return gemm_backend(op, args.out.device().type()).custom_kernels(problem);
 }
 
-void run_own_gemm_kernel(std::string_view op, const GemmArgs& args, std::string_view kernel) {
+void run_custom_gemm_kernel(std::string_view op, const GemmArgs& args, std::string_view kernel) {
   const GemmProblem problem = checked_problem(op, args);
   GemmBackend& backend = gemm_backend(op, args.out.device().type());
   const c10::DeviceGuard guard(args.out.device());

@@ -95,14 +95,14 @@ struct GemmArgs {
 // multiples of 8, and 128 x 128 blocks may not be on both sides. Thread-safe. Runs below autograd:
 // no gradients.
 TORCH_OVERLAP_API void gemm(std::string_view op, const GemmArgs& args);
-// own_gemm_kernels() returns the names of this project's kernels that support the problem;
-// run_own_gemm_kernel() runs one. For tests and benchmarks: gemm() uses them if they were measured
-// as the fastest (options.h).
-TORCH_OVERLAP_API std::vector<std::string> own_gemm_kernels(std::string_view op,
-                                                            const GemmArgs& args);
+// custom_gemm_kernels() returns the names of this project's kernels that support the problem;
+// run_custom_gemm_kernel() runs one. For tests and benchmarks: gemm() uses them if they were
+// measured as the fastest (options.h).
+TORCH_OVERLAP_API std::vector<std::string> custom_gemm_kernels(std::string_view op,
+                                                               const GemmArgs& args);
 // Throws kUnsupported, naming the available kernels, if `kernel` is not one of them.
-TORCH_OVERLAP_API void run_own_gemm_kernel(std::string_view op, const GemmArgs& args,
-                                           std::string_view kernel);
+TORCH_OVERLAP_API void run_custom_gemm_kernel(std::string_view op, const GemmArgs& args,
+                                              std::string_view kernel);
 // Runs only the checks of gemm().
 TORCH_OVERLAP_API void check_gemm(std::string_view op, const GemmArgs& args);
 

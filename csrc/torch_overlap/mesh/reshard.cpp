@@ -92,15 +92,15 @@ Reshard::Reshard(const Layout& from, const Layout& to, const Shape& shape, int64
     while (same < a.size() && same < b.size() && a[same] == b[same]) ++same;
     kept_axes_[d].assign(a.begin(), a.begin() + static_cast<int64_t>(same));
     kept_sizes_.push_back(largest_chunk(shape[d], kept_axes_[d]));
-    const auto put = [&](State& state, const AxisList& list) {
+    const auto place = [&](State& state, const AxisList& list) {
       for (size_t i = same; i < list.size(); ++i) {
         const size_t atom = id(list[i]);
         state.place[atom] = static_cast<int8_t>(d);
         state.order[atom] = static_cast<int8_t>(i - same);
       }
     };
-    put(start_, a);
-    put(goal_, b);
+    place(start_, a);
+    place(goal_, b);
   }
   for (const Partial& p : from_partial) {
     if (in(kept_partial_, p)) continue;

@@ -39,7 +39,7 @@ Array empty(const Shape& shape) {
   return {shape, std::vector<double>(static_cast<size_t>(num_elements(shape)))};
 }
 
-void put(Array& into, const std::vector<Extent>& box, const Array& values) {
+void store(Array& into, const std::vector<Extent>& box, const Array& values) {
   size_t i = 0;
   for_each_offset(into.shape, box, [&](size_t offset) { into.data[offset] = values.data[i++]; });
 }
@@ -100,7 +100,7 @@ Array concatenate(const std::vector<Array>& parts, size_t dim) {
   box[dim].size = 0;
   for (const Array& one : parts) {
     box[dim] = {box[dim].offset + box[dim].size, one.shape[dim]};
-    put(out, box, one);
+    store(out, box, one);
   }
   return out;
 }

@@ -29,7 +29,7 @@ class ChannelRowExchange final : public RowExchange {
         operation_(op, *channel_,
                    {.begin = EntryPayload{.rows = matrices[0].size(0),
                                           .signature = OpSignature::all_to_all_rows()}}) {
-    operation_.put([&](OverlapChannel::Session& session) {
+    operation_.enqueue([&](OverlapChannel::Session& session) {
       gathered_ = channel_->data(0, {own(), total_}, matrices[0].scalar_type());
       for (size_t step = 0; step < steps(); ++step) send(session, step);
       session.streams.run(0, "copy", [this] {
@@ -65,7 +65,7 @@ class ChannelRowExchange final : public RowExchange {
   }
 
   void receive_step(size_t step) override {
-    operation_.put([&](OverlapChannel::Session& session) {
+    operation_.enqueue([&](OverlapChannel::Session& session) {
       std::vector<int> flags;
       for (int peer = 0; peer < size_; ++peer) {
         if (peer != rank_) flags.push_back(static_cast<int>(step) * size_ + peer);
@@ -92,7 +92,7 @@ class ChannelColumnExchange final : public ColumnExchange {
                    {.begin = EntryPayload{.rows = into[0].size(0),
                                           .signature = OpSignature::all_to_all_columns()},
                     .begin_on_comm_stream = channel_->is_captured()}) {
-    operation_.put([&](const OverlapChannel::Session&) {
+    operation_.enqueue([&](const OverlapChannel::Session&) {
       int64_t at = 0;
       for (const auto& result : results_) {
         offsets_bytes_.push_back(at);
@@ -103,7 +103,7 @@ class ChannelColumnExchange final : public ColumnExchange {
   }
 
   void wait_all() override {
-    operation_.put([&](OverlapChannel::Session& session) { copy_received(session); });
+    operation_.enqueue([&](OverlapChannel::Session& session) { copy_received(session); });
     operation_.finish();
   }
 
@@ -115,7 +115,7 @@ class ChannelColumnExchange final : public ColumnExchange {
   }
 
   void transfer(size_t i, size_t step, const Exchange& exchange) override {
-    operation_.put([&](OverlapChannel::Session& session) {
+    operation_.enqueue([&](OverlapChannel::Session& session) {
       OverlapStreams& streams = session.streams;
       // The copy is enqueued after the product that followed its transfer: on a device with one
       // queue the product would wait, too.

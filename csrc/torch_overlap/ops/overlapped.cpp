@@ -105,11 +105,6 @@ GatherBuffers gather_buffers(const GatherProducts& products, Algorithm algorithm
                          products.gathered_scales)};
 }
 
-GatherMethod gather_method(Algorithm algorithm) {
-  if (algorithm == Algorithm::low_latency) return GatherMethod::low_latency;
-  return algorithm == Algorithm::fused ? GatherMethod::fused : GatherMethod::p2p;
-}
-
 void gather_in_chunks(GatherProducts products, Algorithm algorithm) {
   const RowShare share{products.own.size(0) * products.comm->size(), products.comm->size()};
   const GatherBuffers buffers = gather_buffers(products, algorithm);
@@ -119,14 +114,16 @@ void gather_in_chunks(GatherProducts products, Algorithm algorithm) {
   for (GemmArgs& args : products.gemms) {
     args = product_with_lhs(args, buffers.data.all, buffers.scales.all);
   }
-  run_gather_gemm(products.op, *buffers.channel,
-                  {.gemms = std::move(products.gemms),
-                   .rows = share,
-                   .data = buffers.data,
-                   .scales = buffers.scales,
-                   .order = GatherOrder::all_pairs,
-                   .method = gather_method(algorithm),
-                   .single_stream = is_small_transfer(share, products.own)});
+  const auto execute = algorithm == Algorithm::fused         ? run_fused_gather
+                       : algorithm == Algorithm::low_latency ? run_low_latency_gather
+                                                             : run_gather_gemm;
+  execute(products.op, *buffers.channel,
+          {.gemms = std::move(products.gemms),
+           .rows = share,
+           .data = buffers.data,
+           .scales = buffers.scales,
+           .order = GatherOrder::all_pairs,
+           .single_stream = is_small_transfer(share, products.own)});
   // The other ranks' rows are in place.
   const auto copy_own = [&](const at::Tensor& own, const at::Tensor& all) {
     row_view(all, share.begin(products.comm->rank()), own.size(0)).copy_(own);
@@ -202,19 +199,19 @@ void scatter_in_chunks(ScatterProducts products, Algorithm algorithm) {
   const ScatterBuffers buffers = scatter_buffers(products, algorithm);
   const OverlapChannel::Use use(*buffers.channel);
   accumulate_into(buffers.partial, products.start, products.gemms);
-  run_scatter_gemm(products.op, *buffers.channel,
-                   {.gemms = std::move(products.gemms),
-                    .rows = buffers.rows,
-                    .partial = buffers.partial,
-                    .received = buffers.received,
-                    .out = products.out,
-                    .scale_inv = {},
-                    .factor = products.mean ? 1.0 / products.comm->size() : 1.0,
-                    .bias = contiguous_or_undefined(products.bias),
-                    .ranks_share_k = products.ranks_share_k,
-                    .fused = algorithm == Algorithm::fused,
-                    .single_stream = is_small_transfer(buffers.rows, products.out),
-                    .meanwhile = std::move(products.meanwhile)});
+  const auto execute = algorithm == Algorithm::fused ? run_fused_scatter : run_scatter_gemm;
+  execute(products.op, *buffers.channel,
+          {.gemms = std::move(products.gemms),
+           .rows = buffers.rows,
+           .partial = buffers.partial,
+           .received = buffers.received,
+           .out = products.out,
+           .scale_inv = {},
+           .factor = products.mean ? 1.0 / products.comm->size() : 1.0,
+           .bias = contiguous_or_undefined(products.bias),
+           .ranks_share_k = products.ranks_share_k,
+           .single_stream = is_small_transfer(buffers.rows, products.out),
+           .meanwhile = std::move(products.meanwhile)});
 }
 
 }  // namespace

@@ -217,7 +217,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
 
     // Calls body(session). If that throws, the operation fails.
     template <typename Body>
-    void put(const Body& body) {
+    void enqueue(const Body& body) {
       try {
         body(session_);
       } catch (...) {
@@ -270,7 +270,7 @@ template <typename Body>
 void OverlapChannel::operate(std::string_view op, const Body& body,
                              const OperationOptions& options) {
   Operation operation(op, *this, options);
-  operation.put(body);
+  operation.enqueue(body);
   operation.finish();
 }
 

@@ -23,12 +23,6 @@ struct GatheredRows {
   at::Tensor copy;  // [rows, columns]: all rows are copied to it; undefined: not requested
 };
 
-enum class GatherMethod {
-  p2p,          // one GEMM per chunk of rows, started as soon as they have arrived
-  fused,        // one kernel per GEMM, which waits for the chunks itself
-  low_latency,  // all rows by one kernel if the device has it, then each GEMM unsplit
-};
-
 // GEMMs of all ranks' rows.
 struct GatherGemm {
   // GEMMs of all rows: out, ... have rows.rows rows; lhs.data is data.all, and lhs.scale_inv is
@@ -38,14 +32,20 @@ struct GatherGemm {
   GatheredRows data;
   GatheredRows scales;  // block scales of lhs, one row per row of lhs; undefined: not gathered
   GatherOrder order = GatherOrder::all_pairs;
-  // `fused`: the device must support all of `gemms`. `low_latency`: not with scales.
-  GatherMethod method = GatherMethod::p2p;
   bool single_stream = false;  // see OverlapStreams::fork()
 };
 // Uses flags 0 .. size - 1, with scales up to 2 * size - 1. Afterwards `all` holds all rows, except
-// this rank's own in the orders `all_pairs` and `ring` if they were stored elsewhere.
+// this rank's own in the orders `all_pairs` and `ring` if they were stored elsewhere. One GEMM per
+// chunk of rows, started as soon as they have arrived.
 TORCH_OVERLAP_API void run_gather_gemm(std::string_view op, OverlapChannel& channel,
                                        const GatherGemm& problem);
+// The same by one kernel per GEMM, which waits for the chunks itself; the device must support all
+// of `gemms`.
+TORCH_OVERLAP_API void run_fused_gather(std::string_view op, OverlapChannel& channel,
+                                        const GatherGemm& problem);
+// The same without scales: all rows by one kernel if the device has it, then each GEMM unsplit.
+TORCH_OVERLAP_API void run_low_latency_gather(std::string_view op, OverlapChannel& channel,
+                                              const GatherGemm& problem);
 
 // A GEMM whose rows are summed over ranks, each row by its owner.
 struct ScatterGemm {
@@ -62,18 +62,19 @@ struct ScatterGemm {
   at::Tensor bias;  // [columns], added once
   // True if lhs has the same number of columns on every rank.
   bool ranks_share_k = true;
-  // A kernel computes this rank's rows and sums. The other rows are sent by the same kernel, or by
-  // copies of GEMMs of pieces. One GEMM without scale_inv, which the device must support.
-  bool fused = false;
   bool single_stream = false;  // see OverlapStreams::fork()
   // If set, called once, with stream 0 as the current stream, after this rank's GEMMs: its work
-  // does not depend on `out` and runs while the last rows travel. If fused, after the kernel.
+  // does not depend on `out` and runs while the last rows travel.
   std::function<void()> meanwhile{};
 };
-// Uses flags 0 .. size - 1; if fused, all flags of the channel. `partial` and
-// `received` must not overlap.
+// Uses flags 0 .. size - 1. `partial` and `received` must not overlap.
 TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,
                                         const ScatterGemm& problem);
+// The same for one GEMM without scale_inv, which the device must support: a kernel computes this
+// rank's rows and sums. The other rows are sent by the same kernel, or by copies of GEMMs of
+// pieces. `meanwhile` runs after the kernel. Uses all flags of the channel.
+TORCH_OVERLAP_API void run_fused_scatter(std::string_view op, OverlapChannel& channel,
+                                         const ScatterGemm& problem);
 
 // A GEMM whose result is summed in place over ranks: each rank reads the sums that it needs from
 // its peers.

@@ -21,8 +21,8 @@ struct ScatterPart {
 // Peer-mapped: every rank signals that its operand is ready, and each rank sums its rows by reading
 // them from all ranks. Otherwise each part is sent to the rank that sums it; `received` is the
 // memory for received parts.
-void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
-                        const ScatterPart& part, const at::Tensor& received) {
+void enqueue_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
+                            const ScatterPart& part, const at::Tensor& received) {
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const int64_t length = part.rows.length(rank);
@@ -59,14 +59,14 @@ void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& sessio
 
 // Exit barrier: after an operation its operands may be overwritten, so it ends only after all ranks
 // have read what they read by address.
-void put_exit_barrier(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
-                      int flags) {
+void enqueue_exit_barrier(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
+                          int flags) {
   if (!session.transport.is_peer_mapped()) return;
   session.post(stream, flags);
   session.wait_for_flags(stream, flags_of_others(channel.group(), flags));
 }
 
-// Returns the memory for what put_reduce_scatter() receives; undefined if it receives nothing.
+// Returns the memory for what enqueue_reduce_scatter() receives; undefined if it receives nothing.
 at::Tensor make_recv_scratch(const OverlapChannel& channel, const RowShare& rows, int64_t columns,
                              at::ScalarType dtype) {
   if (channel.transport().is_peer_mapped()) return {};
@@ -89,8 +89,8 @@ int64_t piece_multiple(int64_t columns, int64_t element, const GemmOperand& weig
 
 }  // namespace
 
-void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
-                    const RowShare& rows, const GatheredRows& part, int first_flag) {
+void enqueue_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
+                        const RowShare& rows, const GatheredRows& part, int first_flag) {
   const int rank = channel.group().rank();
   for (const Exchange& exchange :
        gather_schedule(rank, channel.group().size(), GatherOrder::all_pairs).exchanges) {
@@ -112,9 +112,9 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
   operation_.emplace(
       op, channel,
       OperationOptions{.begin = EntryPayload{.rows = rows.rows}, .single_stream = single_stream});
-  operation_->put([&](OverlapChannel::Session& session) {
+  operation_->enqueue([&](OverlapChannel::Session& session) {
     const int comm = session.streams.comm();
-    put_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);
+    enqueue_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);
     // On a CPU work is queued: this starts the transfers, which then run in the background.
     if (!channel.transport().is_peer_mapped()) session.streams.join_stream(comm);
     if (!with_own) return;
@@ -127,7 +127,7 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
 void BackgroundGather::finish() {
   // On the caller's stream, after what the caller has issued since: GEMMs that wait for other ranks
   // come first, and would have to be waited for here.
-  operation_->put([&](OverlapChannel::Session& session) { session.wait_for_flags(0, flags_); });
+  operation_->enqueue([&](OverlapChannel::Session& session) { session.wait_for_flags(0, flags_); });
   operation_->finish();
 }
 
@@ -172,25 +172,26 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
                    .narrow(0, 0, size * received.size(1) * piece.length)
                    .view({size, received.size(1), piece.length});
       }
-      put_reduce_scatter(channel, session, comm,
-                         {.rows = problem.rows,
-                          .columns = piece.length,
-                          .dtype = problem.dtype,
-                          .at = piece.begin * problem.rows.rows * element,
-                          .flags = i * size,
-                          .sum = {.out = problem.out.narrow(1, piece.begin, piece.length),
-                                  .parts = {},
-                                  .scale_inv = problem.scale_inv,
-                                  .factor = 1,
-                                  .bias = problem.bias.defined()
-                                              ? problem.bias.narrow(0, piece.begin, piece.length)
-                                              : problem.bias,
-                                  // Nothing is left to overlap with the last piece.
-                                  .blocks = i + 1 == count ? 2 * problem.blocks : problem.blocks,
-                                  .cluster = problem.cluster}},
-                         room);
+      enqueue_reduce_scatter(
+          channel, session, comm,
+          {.rows = problem.rows,
+           .columns = piece.length,
+           .dtype = problem.dtype,
+           .at = piece.begin * problem.rows.rows * element,
+           .flags = i * size,
+           .sum = {.out = problem.out.narrow(1, piece.begin, piece.length),
+                   .parts = {},
+                   .scale_inv = problem.scale_inv,
+                   .factor = 1,
+                   .bias = problem.bias.defined()
+                               ? problem.bias.narrow(0, piece.begin, piece.length)
+                               : problem.bias,
+                   // Nothing is left to overlap with the last piece.
+                   .blocks = i + 1 == count ? 2 * problem.blocks : problem.blocks,
+                   .cluster = problem.cluster}},
+          room);
     }
-    put_exit_barrier(channel, session, comm, count * size);
+    enqueue_exit_barrier(channel, session, comm, count * size);
   };
   channel.operate(op, body,
                   {.begin = EntryPayload{.rows = problem.rows.rows,
@@ -219,25 +220,25 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
         OverlapStreams& streams = session.streams;
         const int comm = streams.comm();
         if (problem.gathers) {
-          put_all_gather(channel, session, comm, rows,
-                         {.own = rows_of_rank(data, rows, rank), .all = data, .copy = {}}, 0);
+          enqueue_all_gather(channel, session, comm, rows,
+                             {.own = rows_of_rank(data, rows, rank), .all = data, .copy = {}}, 0);
           if (size > 1) session.wait_for_flags(comm, flags_of_others(channel.group(), 0));
         } else {
-          put_reduce_scatter(channel, session, comm,
-                             {.rows = rows,
-                              .columns = problem.columns,
-                              .dtype = problem.dtype,
-                              .at = 0,
-                              .flags = 0,
-                              .sum = {.out = problem.out,
-                                      .parts = {},
-                                      .scale_inv = problem.scale_inv,
-                                      .factor = 1,
-                                      .bias = {},
-                                      .blocks = problem.blocks,
-                                      .cluster = problem.cluster}},
-                             received);
-          put_exit_barrier(channel, session, comm, size);
+          enqueue_reduce_scatter(channel, session, comm,
+                                 {.rows = rows,
+                                  .columns = problem.columns,
+                                  .dtype = problem.dtype,
+                                  .at = 0,
+                                  .flags = 0,
+                                  .sum = {.out = problem.out,
+                                          .parts = {},
+                                          .scale_inv = problem.scale_inv,
+                                          .factor = 1,
+                                          .bias = {},
+                                          .blocks = problem.blocks,
+                                          .cluster = problem.cluster}},
+                                 received);
+          enqueue_exit_barrier(channel, session, comm, size);
         }
         for (size_t i = 0; i < products.size(); ++i) {
           session.gemm(static_cast<int>(i) % streams.num_compute_streams(), products[i]);

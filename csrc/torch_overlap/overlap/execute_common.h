@@ -83,15 +83,7 @@ class PartialBiasGrad {
 
 // Enqueues the all-gather of `part`: every rank sends its rows to all others. Flag first_flag + r
 // signals the chunk of rank r.
-void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
-                    const RowShare& rows, const GatheredRows& part, int first_flag);
-
-// Fused kernels, which wait for other ranks (execute_fused.cpp).
-void run_fused_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem);
-void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem);
-
-// Gathers all rows, then runs the GEMMs (execute_low_latency.cpp).
-void run_low_latency_gather(std::string_view op, OverlapChannel& channel,
-                            const GatherGemm& problem);
+void enqueue_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
+                        const RowShare& rows, const GatheredRows& part, int first_flag);
 
 }  // namespace torch_overlap

@@ -10,8 +10,8 @@ namespace {
 
 // Copies what was gathered, after all of it has arrived; this rank's rows are copied from their
 // source.
-void put_copy(OverlapStreams& streams, int stream, const GatheredRows& data, const RowShare& rows,
-              int rank) {
+void enqueue_copy(OverlapStreams& streams, int stream, const GatheredRows& data,
+                  const RowShare& rows, int rank) {
   if (!data.copy.defined()) return;
   const int64_t begin = rows.begin(rank);
   const int64_t end = begin + rows.length(rank);
@@ -52,9 +52,9 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
       // arrived.
       const int comm = session.streams.comm();
       if (problem.scales.all.defined()) {
-        put_all_gather(channel, session, comm, problem.rows, problem.scales, size);
+        enqueue_all_gather(channel, session, comm, problem.rows, problem.scales, size);
       }
-      put_all_gather(channel, session, comm, problem.rows, problem.data, 0);
+      enqueue_all_gather(channel, session, comm, problem.rows, problem.data, 0);
     }
     for (const GemmArgs& args : problem.gemms) {
       fused.gemm = args;
@@ -64,7 +64,7 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
                           });
     }
     for (const GatheredRows& part : {problem.data, problem.scales}) {
-      put_copy(session.streams, 0, part, problem.rows, rank);
+      enqueue_copy(session.streams, 0, part, problem.rows, rank);
     }
   };
   std::optional<EntryPayload> begin;
@@ -97,9 +97,9 @@ std::vector<std::vector<CheckedGemm>> products_of_pieces(std::string_view op,
 // is ordered after all of these GEMMs and after begin(): none of its blocks may wait for another
 // rank while those still need its SM. `fused` and `products` must live until the streams are
 // joined.
-void put_products_and_sends(OverlapChannel::Session& session, const ScatterGemm& problem,
-                            const FusedScatter& fused, const std::vector<Exchange>& exchanges,
-                            std::vector<std::vector<CheckedGemm>>& products) {
+void enqueue_products_and_sends(OverlapChannel::Session& session, const ScatterGemm& problem,
+                                const FusedScatter& fused, const std::vector<Exchange>& exchanges,
+                                std::vector<std::vector<CheckedGemm>>& products) {
   const OverlapChannel& channel = session.channel;
   const int rank = channel.group().rank();
   const int size = channel.group().size();
@@ -158,7 +158,7 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
   fused.gemm.epilogue.bias = problem.bias;
   const auto body = [&](OverlapChannel::Session& session) {
     if (fused.pieces > 0) {
-      return put_products_and_sends(session, problem, fused, exchanges, products);
+      return enqueue_products_and_sends(session, problem, fused, exchanges, products);
     }
     RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream
     channel.device().run_fused(session.transport, fused);
@@ -171,6 +171,7 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
   channel.operate(
       op, body,
       {.begin = begin, .begin_on_comm_stream = true, .fills_device = !channel.shares_devices()});
+  if (problem.meanwhile) problem.meanwhile();
 }
 
 void run_fused_reduce(std::string_view op, OverlapChannel& channel, const ReduceGemm& problem) {

@@ -11,14 +11,14 @@ namespace {
 
 // Signals all others that the stream has reached this point, and waits until they have reached it
 // too.
-void put_barrier(OverlapChannel& channel, OverlapChannel::Session& session, int flags) {
+void enqueue_barrier(OverlapChannel& channel, OverlapChannel::Session& session, int flags) {
   if (channel.group().size() == 1) return;
   session.post(0, flags);
   session.wait_for_flags(0, flags_of_others(channel.group(), flags));
 }
 
 // Gathers the sums of all parts, which every rank has stored at sums_offset.
-void put_sums_of_all(OverlapChannel::Session& session, const LowLatencySum& sum) {
+void enqueue_gather_of_sums(OverlapChannel::Session& session, const LowLatencySum& sum) {
   for (int rank = 0; rank < sum.rows.size; ++rank) {
     const int64_t length = sum.rows.length(rank);
     if (length == 0) continue;
@@ -37,8 +37,8 @@ void put_sums_of_all(OverlapChannel::Session& session, const LowLatencySum& sum)
 
 // Fallback for devices without a kernel. After the second barrier this rank has read everything it
 // needs, and the others have read what they need from it.
-void put_low_latency_sum(OverlapChannel& channel, OverlapChannel::Session& session,
-                         const LowLatencySum& sum) {
+void enqueue_low_latency_sum(OverlapChannel& channel, OverlapChannel::Session& session,
+                             const LowLatencySum& sum) {
   const int rank = channel.group().rank();
   const int size = sum.rows.size;
   const bool one_shot = sum.is_one_shot();
@@ -46,7 +46,7 @@ void put_low_latency_sum(OverlapChannel& channel, OverlapChannel::Session& sessi
   const int64_t begin = whole ? 0 : sum.rows.begin(rank);
   const int64_t length = whole ? sum.rows.rows : sum.rows.length(rank);
   const auto dtype = sum.out.scalar_type();
-  put_barrier(channel, session, 0);
+  enqueue_barrier(channel, session, 0);
   if (length > 0) {
     SumArgs args{
         .out = one_shot ? sum.out : channel.data(sum.sums_offset, {length, sum.columns()}, dtype),
@@ -60,8 +60,8 @@ void put_low_latency_sum(OverlapChannel& channel, OverlapChannel::Session& sessi
     }
     session.sum(0, args);
   }
-  put_barrier(channel, session, size);
-  if (!one_shot) put_sums_of_all(session, sum);
+  enqueue_barrier(channel, session, size);
+  if (!one_shot) enqueue_gather_of_sums(session, sum);
 }
 
 }  // namespace
@@ -91,7 +91,7 @@ void run_low_latency_sum(std::string_view op, OverlapChannel& channel, const Red
           session.streams.run(0, "low_latency",
                               [&] { device.run_low_latency(session.transport, sum); });
         } else {
-          put_low_latency_sum(channel, session, sum);
+          enqueue_low_latency_sum(channel, session, sum);
         }
       },
       {.begin = has_kernel ? std::nullopt : std::optional(sum.begin()), .single_stream = true});
@@ -114,7 +114,7 @@ void run_low_latency_gather(std::string_view op, OverlapChannel& channel,
         if (has_kernel) {
           streams.run(0, "low_latency", [&] { device.run_low_latency(session.transport, gather); });
         } else {
-          put_all_gather(channel, session, 0, problem.rows, data, 0);
+          enqueue_all_gather(channel, session, 0, problem.rows, data, 0);
           streams.run(0, "copy",
                       [&] { rows_of_rank(data.all, problem.rows, rank).copy_(data.own); });
           session.wait_for_flags(0, flags_of_others(channel.group(), 0));

@@ -25,10 +25,6 @@ Transport::Move chunk_move(const OverlapChannel& channel, const GatheredRows& pa
 }  // namespace
 
 void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
-  if (problem.method == GatherMethod::fused) return run_fused_gather(op, channel, problem);
-  if (problem.method == GatherMethod::low_latency) {
-    return run_low_latency_gather(op, channel, problem);
-  }
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const RowShare& rows = problem.rows;
@@ -123,11 +119,6 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
 }
 
 void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
-  if (problem.fused) {
-    run_fused_scatter(op, channel, problem);
-    if (problem.meanwhile) problem.meanwhile();
-    return;
-  }
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const RowShare& rows = problem.rows;

@@ -148,7 +148,7 @@ std::string PyBackend::version() const {
   return py::str(borrow(self_).attr("get_backend_version")());
 }
 
-WorkPtr PyBackend::launch(Call call) {
+WorkPtr PyBackend::issue(Call call) {
   const py::gil_scoped_acquire gil;
   py::list args;
   for (auto& [name, value] : arguments_of(call, size_)) args.append(value);

@@ -19,7 +19,7 @@ class PyBackend : public Backend {
   PyBackend(SharedObject type, const BackendContext& context);
 
   std::string version() const override;
-  WorkPtr launch(Call call) override;
+  WorkPtr issue(Call call) override;
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
   std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& rendezvous,
                                    Milliseconds timeout) override {

@@ -30,7 +30,7 @@ class RemoteBackend final : public Backend {
  public:
   RemoteBackend(std::shared_ptr<Backend> inner, int rank) : inner_(std::move(inner)), rank_(rank) {}
   std::string version() const override { return inner_->version(); }
-  WorkPtr launch(Call call) override { return inner_->launch(std::move(call)); }
+  WorkPtr issue(Call call) override { return inner_->issue(std::move(call)); }
   std::shared_ptr<Backend> split(const SplitRequest& request) override {
     return inner_->split(request);
   }

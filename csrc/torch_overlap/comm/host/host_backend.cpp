@@ -116,12 +116,12 @@ HostBackend::QueueList HostBackend::queues_of(const Call& call) const {
   return queues;
 }
 
-WorkPtr HostBackend::launch(Call call) {
+WorkPtr HostBackend::issue(Call call) {
   require_usable(to_string(call.name));
   check_not_capturing(to_string(call.name),
                       context_.device);  // staging tensors of a device synchronizes a stream
   call.comm = context_.name;             // the work may outlive the caller's copy of the name
-  if (call.primitive == Primitive::wait_signal) return launch_wait(std::move(call));
+  if (call.primitive == Primitive::wait_signal) return issue_wait(std::move(call));
   const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   const bool async_op = call.async_op;
   const auto queues = queues_of(call);
@@ -132,7 +132,7 @@ WorkPtr HostBackend::launch(Call call) {
   std::shared_ptr<HostWork> work;
   try {
     auto staging = Staging::to_host(call, context_.rank, context_.device);
-    work = std::make_shared<HostWork>(std::move(call), std::move(staging), launched_.fetch_add(1),
+    work = std::make_shared<HostWork>(std::move(call), std::move(staging), issued_.fetch_add(1),
                                       parts, std::weak_ptr<HostWorkOwner>(self));
     if (!here) {
       std::vector<TaskQueues::Part> tasks;
@@ -155,12 +155,12 @@ WorkPtr HostBackend::launch(Call call) {
 }
 
 // A wait for a signal may outlast all other operations, and the signal may depend on operations
-// that are launched later. The wait has a queue to itself, so nothing is queued after it.
-WorkPtr HostBackend::launch_wait(Call call) {
+// that are issued later. The wait has a queue to itself, so nothing is queued after it.
+WorkPtr HostBackend::issue_wait(Call call) {
   const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   const bool async_op = call.async_op;
-  call.ticket = take_ticket(*call.window, call.peer);  // taken at launch: waits end in that order
-  const auto work = std::make_shared<HostWork>(std::move(call), nullptr, launched_.fetch_add(1),
+  call.ticket = take_ticket(*call.window, call.peer);  // taken now: waits end in that order
+  const auto work = std::make_shared<HostWork>(std::move(call), nullptr, issued_.fetch_add(1),
                                                /*parts=*/1, std::weak_ptr<HostWorkOwner>(self));
   if (async_op || is_interruptible()) {
     queues_.push_alone([self, work] { self->run(*work, kAllQueues); });

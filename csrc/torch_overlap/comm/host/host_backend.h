@@ -20,18 +20,18 @@ namespace torch_overlap {
 
 // The backend of all CPU communicators. A transport moves the bytes.
 //
-// Order. Collectives run one after the other in the order of launch. The same holds for the sends
+// Order. Collectives run one after the other in the order of issue. The same holds for the sends
 // to one peer with one tag, for the receives from one peer with one tag, and for the receives from
 // any rank with one tag. These sequences do not wait for each other, so every pattern of matching
-// sends and receives completes. Puts and signals to one rank run in the order of launch. A wait for
+// sends and receives completes. Puts and signals to one rank run in the order of issue. A wait for
 // a signal blocks no other operation. An operation with async_op=false keeps that order too: it
 // runs on the caller's thread if its queues are idle, otherwise it is queued. If the caller polls
 // for signals (base/interrupt.h) and there are other ranks, the operation is always queued, and it
 // continues if a signal ends the caller's wait.
 //
-// Timeouts count from launch. The first timeout, or the first error after a message was posted,
+// Timeouts count from issue. The first timeout, or the first error after a message was posted,
 // breaks the communicator: every running and every queued operation ends with an error, and later
-// launches and finalize() throw an error that quotes the first one. An error before a message was
+// operations and finalize() throw an error that quotes the first one. An error before a message was
 // posted affects only its operation. If abort_process_on_timeout_or_error is set, the failure that
 // breaks the communicator ends the process.
 class HostBackend final : public Backend, public HostWorkOwner {
@@ -41,7 +41,7 @@ class HostBackend final : public Backend, public HostWorkOwner {
   ~HostBackend() override;
 
   std::string version() const override { return transport_->version(); }
-  WorkPtr launch(Call call) override;
+  WorkPtr issue(Call call) override;
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
   void finalize() override;
   void abort() override { end(/*notify_peers=*/true); }
@@ -67,7 +67,7 @@ class HostBackend final : public Backend, public HostWorkOwner {
   void end(bool notify_peers);
   QueueKey queue_of(const P2POp& op) const;
   QueueList queues_of(const Call& call) const;
-  WorkPtr launch_wait(Call call);
+  WorkPtr issue_wait(Call call);
   // Runs the part of `work` that belongs to `queue`, then ends the part.
   void run(HostWork& work, QueueKey queue);
   void run_part(HostWork& work, QueueKey queue, bool& has_started);
@@ -83,7 +83,7 @@ class HostBackend final : public Backend, public HostWorkOwner {
   const BackendContext context_;
   const std::unique_ptr<HostTransport> transport_;
   const BackendFactory make_child_;
-  std::atomic<uint64_t> launched_{0};
+  std::atomic<uint64_t> issued_{0};
   std::atomic<bool> aborted_{false};
   std::atomic<bool> broken_{false};
   std::atomic<bool> finalized_{false};

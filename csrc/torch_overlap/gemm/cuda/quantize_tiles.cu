@@ -66,7 +66,7 @@ template <typename T>
 struct WarpColumnAmax {
   Vector<T> of[kWarps][kVectorsPerRow];
 
-  __device__ __forceinline__ void put(const ThreadTile& thread_tile, const Vector<T>& amax_bits) {
+  __device__ __forceinline__ void store(const ThreadTile& thread_tile, const Vector<T>& amax_bits) {
     if (thread_tile.half == 0) of[thread_tile.warp][thread_tile.vector] = amax_bits;
   }
   // Returns the maxima over `count` warps from `first` on.
@@ -170,7 +170,7 @@ __device__ __forceinline__ void scales_of_columns(float (&scale)[kVector], const
     return;
   }
   __shared__ WarpColumnAmax<T> columns;
-  columns.put(thread_tile, column_amax(v));
+  columns.store(thread_tile, column_amax(v));
   __syncthreads();
   constexpr int warps = group == ScaleGranularity::kRow32 ? 2 : kWarps;
   const int first = thread_tile.warp / warps * warps;
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   __shared__ WarpColumnAmax<T> columns;
-  columns.put(thread_tile, column_amax(v));
+  columns.store(thread_tile, column_amax(v));
   __syncthreads();
   if (thread_tile.warp != 0 || thread_tile.half != 0) return;
   const Vector<T> amax_bits = columns.get(thread_tile, 0, kWarps);

@@ -142,8 +142,8 @@ class EpilogueWriter {
     }
     if constexpr (kPrefetchesAddends && !kAddsDuringMainloop) add(sums, 0);
   }
-  __device__ __forceinline__ void put(const WorkTile& work_tile, const OutputFragment& fragment,
-                                      int piece) const {
+  __device__ __forceinline__ void store(const WorkTile& work_tile, const OutputFragment& fragment,
+                                        int piece) const {
     const uint32_t to = buffers_ + piece % Config::kStoreBuffers * Config::kStoreBytes;
     const bool stores = threadIdx.x % 32 == 0;
     if (stores) bulk_wait_group_read<Config::kStoreBuffers - 1>();

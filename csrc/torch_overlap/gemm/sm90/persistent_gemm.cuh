@@ -117,8 +117,8 @@ __device__ __forceinline__ void load_tiles(const GemmParams& p, GemmPolicy& poli
 //     kParts, add_addend(sums, part)     adds the next part, which is part 0, 1, ... kParts - 1 in
 //                                        turn
 //     take(part)                         reads it into registers, for complete()
-//   put(tile, rounded, piece)       stores 64 x 64 outputs, in order, after complete()
-// The tensor cores do not wait for put(). If a thread has registers for two sets of accumulators,
+//   store(tile, rounded, piece)     stores 64 x 64 outputs, in order, after complete()
+// The tensor cores do not wait for store(). If a thread has registers for two sets of accumulators,
 // the next tile starts in the other set, and one piece is put with every stage; otherwise all
 // pieces are rounded at the end of the tile, and put when the next tile is in flight.
 template <typename Config, typename Scheduler, typename TileOutput>
@@ -149,7 +149,7 @@ class ConsumerLoop {
     const auto store_finished_tile = [&]() __attribute__((always_inline)) {
       if (!has_finished_tile) return;
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) outputs_.put(finished_tile, rounded[i], i);
+      for (int i = 0; i < kPieces; ++i) outputs_.store(finished_tile, rounded[i], i);
     };
     while (scheduler_.next(work_tile)) {
       mma_.begin(sums, true);
@@ -206,7 +206,7 @@ class ConsumerLoop {
     outputs_.complete(finished_tile, sums);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i)
-      outputs_.put(finished_tile, round_to_fragment<Config>(sums, i), i);
+      outputs_.store(finished_tile, round_to_fragment<Config>(sums, i), i);
   }
 
   // Finishes `finished_tile`, and multiplies `work_tile` up to the wait for its last stage.
@@ -220,11 +220,11 @@ class ConsumerLoop {
     for (int i = 0; i < kPieces; ++i) {
       if (k < work_tile.depth) {
         mma_.begin(now, false);
-        outputs_.put(finished_tile, round_to_fragment<Config>(before, i), i);
+        outputs_.store(finished_tile, round_to_fragment<Config>(before, i), i);
         mma_.wait_previous();
         ++k;
       } else {
-        outputs_.put(finished_tile, round_to_fragment<Config>(before, i), i);
+        outputs_.store(finished_tile, round_to_fragment<Config>(before, i), i);
       }
     }
     fetch();

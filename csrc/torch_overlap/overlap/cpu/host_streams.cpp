@@ -32,18 +32,18 @@ void HostStreams::fork(bool single_stream) {
   if (shuffles_) random_.seed(seed + 0x9E3779B97F4A7C15ULL * ++interleaved_operations);
 }
 
-void HostStreams::put(int stream, Item item) {
+void HostStreams::enqueue(int stream, Item item) {
   Queue& queue = queue_of(stream);
   queue.items.push_back(std::move(item));
-  ++queue.put;
+  ++queue.enqueued;
 }
 
 void HostStreams::run(int stream, std::string_view name, std::function<void()> work) {
-  put(stream, {.name = name, .is_ready = {}, .work = std::move(work)});
+  enqueue(stream, {.name = name, .is_ready = {}, .work = std::move(work)});
 }
 
 OverlapStreams::Mark HostStreams::mark(int stream) {
-  return queue_of(stream).put << kStreamBits | static_cast<Mark>(single_stream_ ? 0 : stream);
+  return queue_of(stream).enqueued << kStreamBits | static_cast<Mark>(single_stream_ ? 0 : stream);
 }
 
 void HostStreams::after(int stream, Mark mark) {
@@ -59,7 +59,7 @@ void HostStreams::wait(int stream, std::shared_ptr<WorkPtr> work) {
 }
 
 void HostStreams::until(int stream, std::function<bool()> is_ready) {
-  put(stream, {.name = {}, .is_ready = std::move(is_ready), .work = {}});
+  enqueue(stream, {.name = {}, .is_ready = std::move(is_ready), .work = {}});
 }
 
 bool HostStreams::advance(Queue& queue) {
@@ -102,13 +102,15 @@ void HostStreams::join() {
 }
 
 void HostStreams::join_stream(int stream) {
-  run_until([&queue = queue_of(stream), put = queue_of(stream).put] { return queue.done >= put; });
+  run_until([&queue = queue_of(stream), count = queue_of(stream).enqueued] {
+    return queue.done >= count;
+  });
 }
 
 void HostStreams::cancel() noexcept {
   for (Queue& queue : queues_) {
     queue.items.clear();
-    queue.done = queue.put;
+    queue.done = queue.enqueued;
   }
 }
 

@@ -36,11 +36,11 @@ class HostStreams final : public OverlapStreams {
   };
   struct Queue {
     std::deque<Item> items;
-    uint64_t put = 0;
+    uint64_t enqueued = 0;
     uint64_t done = 0;
   };
   Queue& queue_of(int stream) { return queues_.at(single_stream_ ? 0 : stream); }
-  void put(int stream, Item item);
+  void enqueue(int stream, Item item);
   // Runs the first item of a stream if it is ready. Returns true if it did.
   bool advance(Queue& queue);
   // Runs the streams until `is_done`.

@@ -156,7 +156,7 @@ class Outputs {
   }
 
   // Applies the factor and the bias, rounds, and stores to `out`.
-  __device__ __forceinline__ void put(const float (&total)[Config::kNumLocalAccumulators]) const {
+  __device__ __forceinline__ void store(const float (&total)[Config::kNumLocalAccumulators]) const {
     const int thread = static_cast<int>(threadIdx.x) % 128;
     const int lane = thread % 32;
     const int chunk = thread / 32 * 2 + lane / 8 % 2;
@@ -209,8 +209,9 @@ __device__ __forceinline__ void add(int rank, const uint32_t* words, float (&tot
 // Sums the data of all ranks in rank order and stores the result. `mine` is this rank's data;
 // take(rank, part) reads the data of another rank into `part`.
 template <typename Config, int kWords, typename Take>
-__device__ __forceinline__ void put_sums(const ChannelWords& words, const Outputs<Config>& outputs,
-                                         const uint32_t (&mine)[kWords], const Take& take) {
+__device__ __forceinline__ void store_sums(const ChannelWords& words,
+                                           const Outputs<Config>& outputs,
+                                           const uint32_t (&mine)[kWords], const Take& take) {
   using Out = typename Config::Out;
   float total[Config::kNumLocalAccumulators];
 #pragma unroll 1
@@ -223,7 +224,7 @@ __device__ __forceinline__ void put_sums(const ChannelWords& words, const Output
     take(rank, part);
     add<Out>(rank, part, total);
   }
-  outputs.put(total);
+  outputs.store(total);
 }
 
 // True if data with the epoch `seen` belongs to this operation, or to one that is at most `ahead`
@@ -333,7 +334,7 @@ __device__ __forceinline__ bool reduce_ll(const FusedReduceParams& p, uint32_t e
         return false;
     }
   };
-  put_sums(words, outputs, mine, [&](int source, uint32_t (&part)[3 * P::kNumLLPackets]) {
+  store_sums(words, outputs, mine, [&](int source, uint32_t (&part)[3 * P::kNumLLPackets]) {
     is_good = is_good && take(source, part);
   });
   return is_good;
@@ -373,7 +374,7 @@ __device__ __forceinline__ bool reduce_simple(const FusedReduceParams& p, uint32
   }
   __syncwarp();
   sm90::named_barrier_sync(kRead, Config::kNumMmaThreads);
-  put_sums(words, outputs, mine, [&](int source, uint32_t (&part)[P::kWords]) {
+  store_sums(words, outputs, mine, [&](int source, uint32_t (&part)[P::kWords]) {
     const char* const from = slot_of<Config>(p, epoch, words.rank, source) + threadIdx.x * 16;
 #pragma unroll
     for (int j = 0; j < P::kVectors; ++j) {

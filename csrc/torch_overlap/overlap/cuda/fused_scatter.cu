@@ -326,8 +326,8 @@ class ScatterOutputs {
       }
     }
   }
-  __device__ __forceinline__ void put(const WorkTile& work_tile,
-                                      const sm90::OutputFragment& fragment, int piece) {
+  __device__ __forceinline__ void store(const WorkTile& work_tile,
+                                        const sm90::OutputFragment& fragment, int piece) {
     if (piece == 0) {
       // The peers' tiles that the mover loaded for this tile have been read: the memory is free.
       const bool has_room =

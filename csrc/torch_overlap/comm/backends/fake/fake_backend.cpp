@@ -12,7 +12,7 @@ FakeBackend::FakeBackend(const BackendContext& context) : context_(context) {
   warn_unknown_hints(context.options.hints, "fake");
 }
 
-WorkPtr FakeBackend::launch(Call call) {
+WorkPtr FakeBackend::issue(Call call) {
   TORCH_OVERLAP_CHECK(!is_aborted(), kState, to_string(call.name),
                       ": expected a live communicator, got '", context_.name,
                       "', which was aborted");

@@ -23,13 +23,13 @@ namespace torch_overlap {
 //   put                  no-op, except to this rank
 //   signal, wait_signal  no-op
 //
-// After abort(), launches fail; finalize() is a no-op. Nothing can time out.
+// After abort(), issue() throws; finalize() is a no-op. Nothing can time out.
 class FakeBackend final : public Backend {
  public:
   explicit FakeBackend(const BackendContext& context);
 
   std::string version() const override { return "1"; }
-  WorkPtr launch(Call call) override;
+  WorkPtr issue(Call call) override;
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
   std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& rendezvous,
                                    Milliseconds /*timeout*/) override {

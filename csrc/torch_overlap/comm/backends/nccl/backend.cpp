@@ -183,7 +183,7 @@ std::shared_ptr<cuda::DeviceWaitMonitor> NcclBackend::wait_monitor() {
   return {runtime_, &runtime_->waits()};
 }
 
-WorkPtr NcclBackend::launch(Call call) {
+WorkPtr NcclBackend::issue(Call call) {
   const c10::cuda::CUDAGuard device(runtime_->device);
   const auto current = c10::cuda::getCurrentCUDAStream(runtime_->device);
   const cuda::Capture capture = cuda::capture_of(current.stream());
@@ -194,7 +194,7 @@ WorkPtr NcclBackend::launch(Call call) {
     if (!capture) reap_some(ended);
     if (auto window = custom_collectives_.window_of(work->call()))
       work->set_window(std::move(window));
-    issue(work, current, capture);
+    enqueue(work, current, capture);
   } catch (...) {
     act_on_failure();
     throw;
@@ -203,8 +203,8 @@ WorkPtr NcclBackend::launch(Call call) {
   return work;
 }
 
-void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDAStream current,
-                        const cuda::Capture& capture) {
+void NcclBackend::enqueue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDAStream current,
+                          const cuda::Capture& capture) {
   const Call& call = work->call();
   const OpQueue which = queue_of(call);
   const auto stream = call.async_op

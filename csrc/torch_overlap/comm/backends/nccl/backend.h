@@ -58,7 +58,7 @@ class NcclBackend final : public Backend, public Watched, public PendingDelete {
   ~NcclBackend() override;
 
   std::string version() const override;
-  WorkPtr launch(Call call) override;
+  WorkPtr issue(Call call) override;
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
   void finalize() override;
   void abort() override;
@@ -110,9 +110,9 @@ class NcclBackend final : public Backend, public Watched, public PendingDelete {
 
   // Acquires the launch lock. Throws if the communicator fails while a stuck launch holds the lock.
   Lock lock_unless_failed() const;
-  // The launch path. Requires the launch lock.
-  void issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDAStream current,
-             const cuda::Capture& capture);
+  // Orders the operation on its stream and runs it. Requires the launch lock.
+  void enqueue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDAStream current,
+               const cuda::Capture& capture);
   // If NCCL cannot continue, sets the failure and throws it; any other error changes nothing.
   void run(const CudaWork& work, c10::cuda::CUDAStream stream, bool is_capturing);
   [[noreturn]] void fail_launch(const Call& call, bool has_launched);
@@ -127,7 +127,7 @@ class NcclBackend final : public Backend, public Watched, public PendingDelete {
   static bool reap_first(Queue& queue, Sink& ended, size_t count);
   template <typename Sink>
   void reap_waits(Sink& ended);
-  // Called at a launch: reaps some operations if many are queued.
+  // Called by issue(): reaps some operations if many are queued.
   void reap_some(EndedBatch& ended);
   bool is_idle() const;
   // Waits until all issued operations have ended.

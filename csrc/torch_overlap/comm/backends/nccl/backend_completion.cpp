@@ -13,9 +13,9 @@
 namespace torch_overlap {
 namespace {
 
-// An event query costs as much as recording an event: a launch queries once for this many
+// An event query costs as much as recording an event: issue() queries once for this many
 // operations.
-constexpr size_t kReapAtLaunch = 32;
+constexpr size_t kReapAtIssue = 32;
 
 }  // namespace
 
@@ -57,9 +57,9 @@ void NcclBackend::reap_waits(Sink& ended) {
 void NcclBackend::reap_some(EndedBatch& ended) {
   for (const OpQueue which : {OpQueue::collectives, OpQueue::one_sided}) {
     Queue& queue = queue_state(which).queue;
-    if (queue.size() >= 2 * kReapAtLaunch) reap_first(queue, ended, kReapAtLaunch);
+    if (queue.size() >= 2 * kReapAtIssue) reap_first(queue, ended, kReapAtIssue);
   }
-  if (queue_state(OpQueue::waits).queue.size() >= 2 * kReapAtLaunch) reap_waits(ended);
+  if (queue_state(OpQueue::waits).queue.size() >= 2 * kReapAtIssue) reap_waits(ended);
 }
 
 bool NcclBackend::is_idle() const {
