@@ -127,6 +127,7 @@ struct GemmShape {
   int64_t m = 0;
   int64_t n = 0;
   int64_t k = 0;
+  bool operator==(const GemmShape&) const = default;
 };
 TORCH_OVERLAP_API GemmShape gemm_shape(const GemmArgs& args);
 

@@ -84,15 +84,16 @@ OverlapProblem problem_of_backward(const AllGatherMatmulBackward& call, const To
   int64_t features = 0;
   for (const auto& weight : call.weights) features += weight.size(0);
   if (call.weights.empty()) features = own.size(1);
-  return {.op = kAllGatherMatmulBackward,
-          .dtype = dtype,
-          .chunk_rows = rows,
-          .gather_bytes = gathers ? gather_bytes(comm, own) : 0,
-          .scatter_bytes =
-              call.x_wanted ? scatter_bytes(comm, call.group_size * rows, own.size(1), dtype) : 0,
-          .local_n = {own.size(1)},
-          .local_k = features,
-          .can_pipeline = is_channel_dtype(dtype)};
+  return {
+      .op = kAllGatherMatmulBackward,
+      .dtype = dtype,
+      .chunk_rows = rows,
+      .gather_bytes = gathers ? std::optional(gather_bytes(comm, own)) : std::nullopt,
+      .scatter_bytes = call.x_wanted ? std::optional(scatter_bytes(comm, call.group_size * rows,
+                                                                   own.size(1), dtype))
+                                     : std::nullopt,
+      .fused = FusedProducts{.n = {own.size(1)}, .k = features, .types = FusedTypes::all(dtype)},
+      .can_pipeline = is_channel_dtype(dtype)};
 }
 
 AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(

@@ -31,14 +31,13 @@ Tensor all_to_all_matmul_kernel(const AllToAllMatmul& call) {
   const auto comm = find_comm(kAllToAllMatmul, call.comm, call.group_size);
   const auto rows = out.flatten(0, -2);
   const std::vector<Tensor> matrices{to_rows(call.x, 0)};
-  const auto chosen = choose_exchange({.op = kAllToAllMatmul,
-                                       .dtype = call.x.scalar_type(),
-                                       .m = matrices[0].size(0),
-                                       .n = call.weight.size(0),
-                                       .k = call.weight.size(1),
-                                       .chunk_rows = rows.size(0) / kNumRowPieces,
-                                       .gather_bytes = RowExchange::channel_bytes(matrices)},
-                                      call.algorithm, comm);
+  const auto chosen = choose_exchange(
+      {.op = kAllToAllMatmul,
+       .dtype = call.x.scalar_type(),
+       .layer = GemmShape{matrices[0].size(0), call.weight.size(0), call.weight.size(1)},
+       .chunk_rows = rows.size(0) / kNumRowPieces,
+       .gather_bytes = RowExchange::channel_bytes(matrices)},
+      call.algorithm, comm);
   if (!chosen) return out;
   GemmArgs whole;
   whole.rhs = transposed_operand(call.weight);
@@ -101,14 +100,13 @@ AllToAllMatmulBackward::Result all_to_all_matmul_backward_kernel(
   const auto chosen = choose_exchange(
       {.op = kAllToAllMatmul,
        .dtype = x.scalar_type(),
-       .m = grad_rows.size(0) * call.group_size,
-       .n = weight.size(0),
-       .k = weight.size(1),
+       .layer = GemmShape{grad_rows.size(0) * call.group_size, weight.size(0), weight.size(1)},
        .chunk_rows = grad_rows.size(0),
-       .gather_bytes = RowExchange::channel_bytes(matrices),
-       .scatter_bytes = call.x_wanted
-                            ? ColumnExchange::channel_bytes({static_cast<int64_t>(x_rows.nbytes())})
-                            : 0},
+       .gather_bytes =
+           call.weight_wanted ? std::optional(RowExchange::channel_bytes(matrices)) : std::nullopt,
+       .scatter_bytes = call.x_wanted ? std::optional(ColumnExchange::channel_bytes(
+                                            {static_cast<int64_t>(x_rows.nbytes())}))
+                                      : std::nullopt},
       call.algorithm, comm);
   if (!chosen) return out;
   std::unique_ptr<RowExchange> inputs;

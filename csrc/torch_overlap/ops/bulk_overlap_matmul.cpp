@@ -118,13 +118,13 @@ void run_concurrently(const std::shared_ptr<TorchComm>& comm, std::string_view a
       algorithm = is_worth_chunks(product.size(0)) ? "pipelined" : "sequential";
   }
   if (other.numel() == 0) algorithm = "sequential";
-  const auto chosen =
-      choose_algorithm({.op = kBulkOverlapMatmul,
-                        .dtype = product.scalar_type(),
-                        .chunk_rows = product.size(0),
-                        .gather_bytes = gather ? gather_bytes(*comm, own) : 0,
-                        .scatter_bytes = gather ? 0 : static_cast<int64_t>(own.nbytes())},
-                       algorithm, comm);
+  const auto chosen = choose_algorithm(
+      {.op = kBulkOverlapMatmul,
+       .dtype = product.scalar_type(),
+       .chunk_rows = product.size(0),
+       .gather_bytes = gather ? std::optional(gather_bytes(*comm, own)) : std::nullopt,
+       .scatter_bytes = gather ? std::nullopt : std::optional<int64_t>(own.nbytes())},
+      algorithm, comm);
   if (!chosen) return explain_as_bulk();
   for (GemmArgs& args : products) args.overlaps_communication = chosen != Algorithm::sequential;
   if (chosen == Algorithm::p2p || chosen == Algorithm::bulk) {

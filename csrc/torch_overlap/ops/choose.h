@@ -1,67 +1,17 @@
 #pragma once
 
-#include <c10/core/ScalarType.h>
-#include <c10/util/SmallVector.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "torch_overlap/base/export.h"
-#include "torch_overlap/comm/torch_comm.h"
-#include "torch_overlap/overlap/fused.h"
+#include "torch_overlap/ops/algorithm.h"
 
 // Selection of the algorithm of a fused operator.
 namespace torch_overlap::ops {
-
-enum class Algorithm { sequential, pipelined, p2p, bulk, fused, low_latency };
-TORCH_OVERLAP_API std::string_view to_string(Algorithm algorithm);
-// Returns every algorithm name except "auto".
-TORCH_OVERLAP_API std::vector<std::string> algorithm_names();
-// Throws a kValue error that lists the choices if `algorithm` is unknown.
-void check_algorithm(std::string_view op, std::string_view algorithm);
-
-// The properties of a call on which the choice depends.
-struct OverlapProblem {
-  std::string_view op;   // has static storage duration
-  at::ScalarType dtype;  // dtype that is sent or summed; for 8-bit operators, the result's
-  // Product [m, k] x [k, n] of the whole layer: all ranks' rows and features. 0: no measurements
-  // exist.
-  int64_t m = 0;
-  int64_t n = 0;
-  int64_t k = 0;
-  int64_t chunk_rows = 0;  // rows of one rank's chunk, or of a piece
-  // Capacity in bytes that the channels must have. 0: the channel is not used.
-  int64_t gather_bytes = 0;
-  int64_t scatter_bytes = 0;
-  // This rank's products, if the operator has fused kernels: the columns of each, and k. 0: it has
-  // none. local_m: rows of one kernel; 0: one chunk of each rank. types: set if they are not all
-  // `dtype`.
-  c10::SmallVector<int64_t, 4> local_n{};
-  int64_t local_k = 0;
-  int64_t local_m = 0;
-  std::optional<FusedTypes> types = std::nullopt;
-  // Capacity in bytes that "low_latency" needs of the channel of sums. 0: it uses the gather
-  // channel. Empty: the operator has no such algorithm.
-  std::optional<int64_t> low_latency_bytes = std::nullopt;
-  // True if every rank gets the sum. For few rows the device may then have one kernel that
-  // multiplies and sums (OverlapDevice::required_fused_allreduce_bytes()). "fused" is that kernel
-  // then, over a channel of its own.
-  bool is_all_reduce = false;
-  // True if "auto" prefers channels when nothing was measured.
-  bool prefers_channels = true;
-  // False if nothing sums or multiplies this dtype in pieces.
-  bool can_pipeline = true;
-
-  bool operator==(const OverlapProblem&) const = default;
-
-  // True if the fused kernel may wait for data that copies deliver.
-  bool fused_kernel_waits_for_copies() const { return gather_bytes > 0 && scatter_bytes == 0; }
-};
 
 struct Choice {
   Algorithm algorithm;
@@ -108,13 +58,6 @@ TORCH_OVERLAP_API std::optional<Algorithm> choose_algorithm(
 // communication of gradients.
 std::optional<Algorithm> choose_forward(const OverlapProblem& problem, std::string_view algorithm,
                                         const std::shared_ptr<TorchComm>& comm);
-
-// Returns the channel bytes of the kernel that multiplies and sums a product of few rows; 0 if
-// "fused" is not that kernel.
-int64_t fused_allreduce_bytes(const OverlapProblem& problem, const TorchComm& comm);
-
-// True if the products over channels support this dtype and channels can sum it.
-bool is_channel_dtype(at::ScalarType dtype);
 
 // True if a chunk of this many rows takes longer than the launch of its transfer.
 bool is_worth_chunks(int64_t rows);

@@ -70,7 +70,7 @@ bool is_pipelined(const std::shared_ptr<TorchComm>& comm, const Tensor& sum,
   const auto chosen = choose_algorithm({.op = kMatmulAllReduce,
                                         .dtype = sum.scalar_type(),
                                         .chunk_rows = sum.size(0) / kNumAllReduceChunks,
-                                        .prefers_channels = false},
+                                        .is_all_reduce = true},
                                        without_channels, comm);
   return chosen != Algorithm::sequential;
 }

@@ -67,14 +67,13 @@ std::vector<Tensor> matmul_all_to_all_kernel(const MatmulAllToAll& call) {
     bytes.push_back(static_cast<int64_t>(result.nbytes()));
     features += call.group_size * result.size(-1);
   }
-  const auto chosen = choose_exchange({.op = kMatmulAllToAll,
-                                       .dtype = call.x.scalar_type(),
-                                       .m = inputs.size(0) * call.group_size,
-                                       .n = features,
-                                       .k = inputs.size(1),
-                                       .chunk_rows = inputs.size(0),
-                                       .scatter_bytes = ColumnExchange::channel_bytes(bytes)},
-                                      call.algorithm, comm);
+  const auto chosen = choose_exchange(
+      {.op = kMatmulAllToAll,
+       .dtype = call.x.scalar_type(),
+       .layer = GemmShape{inputs.size(0) * call.group_size, features, inputs.size(1)},
+       .chunk_rows = inputs.size(0),
+       .scatter_bytes = ColumnExchange::channel_bytes(bytes)},
+      call.algorithm, comm);
   if (!chosen) return out;
   if (chosen == Algorithm::sequential) {
     for (size_t i = 0; i < results.size(); ++i) {
@@ -171,14 +170,13 @@ MatmulAllToAllBackward::Result matmul_all_to_all_backward_kernel(
   for (const auto& grad : call.grads) matrices.push_back(to_rows(grad, 0));
   int64_t features = 0;
   for (const auto& weight : call.weights) features += weight.size(0);
-  const auto chosen = choose_exchange({.op = kMatmulAllToAll,
-                                       .dtype = call.x.scalar_type(),
-                                       .m = inputs.size(0) * call.group_size,
-                                       .n = features,
-                                       .k = inputs.size(1),
-                                       .chunk_rows = inputs.size(0) / kNumRowPieces,
-                                       .gather_bytes = RowExchange::channel_bytes(matrices)},
-                                      call.algorithm, comm);
+  const auto chosen = choose_exchange(
+      {.op = kMatmulAllToAll,
+       .dtype = call.x.scalar_type(),
+       .layer = GemmShape{inputs.size(0) * call.group_size, features, inputs.size(1)},
+       .chunk_rows = inputs.size(0) / kNumRowPieces,
+       .gather_bytes = RowExchange::channel_bytes(matrices)},
+      call.algorithm, comm);
   if (!chosen) return out;
   const auto outputs = RowExchange::start(kMatmulAllToAll, comm, matrices, kNumRowPieces, *chosen);
   if (call.x_wanted) multiply_for_x(call, *outputs, x_grad.flatten(0, -2));

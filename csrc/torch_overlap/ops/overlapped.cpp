@@ -231,14 +231,13 @@ int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::
                            1);
 }
 
-std::optional<FusedTypes> fused_types(const GemmArgs& args, at::ScalarType lhs,
-                                      at::ScalarType out) {
-  if (args.rhs.scaling == ScalingMode::NO_SCALING) return std::nullopt;
-  return FusedTypes{.lhs = lhs,
-                    .rhs = args.rhs.data.scalar_type(),
-                    .out = out,
-                    .scaling = args.rhs.scaling,
-                    .use_split_accumulator = args.use_split_accumulator};
+FusedTypes fused_types(const GemmArgs& args, at::ScalarType lhs, at::ScalarType out) {
+  if (args.rhs.scaling == ScalingMode::NO_SCALING) return FusedTypes::all(out);
+  return {.lhs = lhs,
+          .rhs = args.rhs.data.scalar_type(),
+          .out = out,
+          .scaling = args.rhs.scaling,
+          .use_split_accumulator = args.use_split_accumulator};
 }
 
 OverlapProblem problem_of(const GatherProducts& products) {
@@ -246,22 +245,25 @@ OverlapProblem problem_of(const GatherProducts& products) {
   const int64_t rows = products.own.size(0);
   const int64_t k = products.own.size(1);
   const auto dtype = products.gemms.at(0).out.scalar_type();
+  const int64_t bytes = gather_bytes(comm, products.own, products.scales);
   const bool is_scaled = products.gemms[0].rhs.scaling != ScalingMode::NO_SCALING;
-  OverlapProblem problem{.op = products.op,
-                         .dtype = dtype,
-                         .m = rows * comm.size(),
-                         .k = k,
-                         .chunk_rows = rows,
-                         .gather_bytes = gather_bytes(comm, products.own, products.scales),
-                         .local_k = k,
-                         .types = fused_types(products.gemms[0], products.own.scalar_type(), dtype),
-                         .low_latency_bytes = is_scaled ? std::nullopt : std::optional<int64_t>(0),
-                         .can_pipeline = is_channel_dtype(dtype)};
+  GemmShape layer{rows * comm.size(), 0, k};
+  FusedProducts fused{
+      .n = {}, .k = k, .types = fused_types(products.gemms[0], products.own.scalar_type(), dtype)};
   for (const GemmArgs& args : products.gemms) {
-    problem.local_n.push_back(features_of(args.rhs));
-    problem.n += comm.size() * problem.local_n.back();
+    fused.n.push_back(features_of(args.rhs));
+    layer.n += comm.size() * fused.n.back();
   }
-  return problem;
+  return {.op = products.op,
+          .dtype = dtype,
+          .layer = layer,
+          .chunk_rows = rows,
+          .gather_bytes = bytes,
+          .fused = std::move(fused),
+          .low_latency = is_scaled
+                             ? std::nullopt
+                             : std::optional(ChannelRequirement{OperatorChannel::gather, bytes}),
+          .can_pipeline = is_channel_dtype(dtype)};
 }
 
 void check(const GatherProducts& products) {
@@ -296,20 +298,23 @@ OverlapProblem problem_of(const ScatterProducts& products) {
   const bool is_scaled = gemms[0].rhs.scaling != ScalingMode::NO_SCALING;
   // A fused kernel computes one product, and adds nothing to it.
   const bool may_fuse = gemms.size() == 1 && !products.start.defined();
-  return {.op = products.op,
-          .dtype = dtype,
-          .m = rows,
-          .n = columns,
-          .k = k * comm.size(),
-          .chunk_rows = products.out.size(0),
-          .scatter_bytes = scatter_bytes(comm, rows, columns, dtype, products.row_unit),
-          .local_n = {columns},
-          .local_k = may_fuse ? k : 0,
-          .types = fused_types(gemms[0], gemms[0].lhs.data.scalar_type(), dtype),
-          .low_latency_bytes = is_scaled || !may_fuse
-                                   ? std::nullopt
-                                   : std::optional(low_latency_bytes(comm, rows, columns, dtype)),
-          .can_pipeline = is_channel_dtype(dtype)};
+  OverlapProblem problem{
+      .op = products.op,
+      .dtype = dtype,
+      .layer = GemmShape{rows, columns, k * comm.size()},
+      .chunk_rows = products.out.size(0),
+      .scatter_bytes = scatter_bytes(comm, rows, columns, dtype, products.row_unit),
+      .can_pipeline = is_channel_dtype(dtype)};
+  if (may_fuse) {
+    problem.fused =
+        FusedProducts{.n = {columns},
+                      .k = k,
+                      .types = fused_types(gemms[0], gemms[0].lhs.data.scalar_type(), dtype)};
+    if (!is_scaled) {
+      problem.low_latency = {OperatorChannel::sum, low_latency_bytes(comm, rows, columns, dtype)};
+    }
+  }
+  return problem;
 }
 
 void check(const ScatterProducts& products) {

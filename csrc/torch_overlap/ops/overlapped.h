@@ -111,13 +111,13 @@ class ChannelGather {
 };
 
 // Returns the bytes of the gather channel for these rows of one rank, and of the scatter channel
-// for the products of all rows; never 0, which would mean that the channel is not used.
+// for the products of all rows; never 0.
 int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Tensor& scales = {});
 int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype,
                       int64_t row_unit = 1);
 
-// Returns the types of the fused kernels of a product; empty if all are those of the result.
-std::optional<FusedTypes> fused_types(const GemmArgs& args, at::ScalarType lhs, at::ScalarType out);
+// Returns the types of the fused kernels of a product with results of type `out`.
+FusedTypes fused_types(const GemmArgs& args, at::ScalarType lhs, at::ScalarType out);
 
 // "low_latency": sums products where the ranks wrote them.
 int64_t low_latency_bytes(const TorchComm& comm, int64_t rows, int64_t columns,

@@ -178,22 +178,20 @@ OverlapProblem problem_of(const ReduceProduct& product) {
   const int64_t block = RowShare{rows, blocks, product.row_unit}.largest();
   return {.op = product.op,
           .dtype = dtype,
-          .m = rows,
-          .n = features,
-          .k = local_k * comm.size(),
+          .layer = GemmShape{rows, features, local_k * comm.size()},
           .chunk_rows = rows / kNumAllReduceChunks,
           // The channels hold the largest block.
           .gather_bytes = std::max<int64_t>(
               block * features * static_cast<int64_t>(c10::elementSize(dtype)), 1),
           .scatter_bytes = scatter_bytes(comm, block, features, dtype, product.row_unit),
-          .local_n = {features},
-          .local_k = local_k,
-          .local_m = block,
-          .types = fused_types(product.gemm, product.gemm.lhs.data.scalar_type(), dtype),
-          .low_latency_bytes = low_latency_bytes(comm, rows, features, dtype),
-          .is_all_reduce = true,
-          // Each element moves twice over channels.
-          .prefers_channels = false};
+          .fused = FusedProducts{.n = {features},
+                                 .k = local_k,
+                                 .rows = block,
+                                 .types = fused_types(product.gemm,
+                                                      product.gemm.lhs.data.scalar_type(), dtype)},
+          .low_latency = ChannelRequirement{OperatorChannel::sum,
+                                            low_latency_bytes(comm, rows, features, dtype)},
+          .is_all_reduce = true};
 }
 
 void check(const ReduceProduct& product) {

@@ -94,7 +94,7 @@ TEST(ChooseAlgorithm, ListsTheChoices) {
 
 TEST(ChooseAlgorithm, WhatIsKeptEndsWithTheTable) {
   const OverlapProblem problem{
-      .op = "op", .dtype = at::kFloat, .m = 64, .n = 64, .k = 64, .chunk_rows = 1};
+      .op = "op", .dtype = at::kFloat, .layer = GemmShape{64, 64, 64}, .chunk_rows = 1};
   const auto key = tuning_key("op", 64, 64, 64, at::kFloat, 2, "cpu", /*in_graph=*/false);
   run_local_ranks(2, [&](const std::shared_ptr<TorchComm>& comm) {
     for (int turn = 0; turn < 2; ++turn) {
@@ -105,7 +105,7 @@ TEST(ChooseAlgorithm, WhatIsKeptEndsWithTheTable) {
       EXPECT_EQ(choose_algorithm(problem, "auto", comm), Algorithm::pipelined);
       EXPECT_EQ(choose_algorithm(problem, "sequential", comm), Algorithm::sequential);
       OverlapProblem other = problem;
-      other.m = 8 * problem.m;
+      other.layer->m *= 8;
       EXPECT_EQ(choose_algorithm(other, "auto", comm), Algorithm::sequential);
       tune(comm, TuningSource::table, {});
     }
@@ -148,7 +148,7 @@ TEST(ChooseAlgorithm, TakesWhatIsQuickestForLikeSizes) {
     for (const auto& [m, n, k, algorithm, why, decided_by] : cases) {
       SCOPED_TRACE(concat(m, " x ", n, " x ", k));
       const OverlapProblem problem{
-          .op = "op", .dtype = at::kFloat, .m = m, .n = n, .k = k, .chunk_rows = 1};
+          .op = "op", .dtype = at::kFloat, .layer = GemmShape{m, n, k}, .chunk_rows = 1};
       EXPECT_EQ(to_string(choose_algorithm(problem, "auto", comm).value()), algorithm);
       const auto choice = explained(problem, comm);
       EXPECT_EQ(to_string(choice.algorithm), algorithm);
