@@ -45,6 +45,7 @@ WORDS = {
     r"(?i)\w*(?:graveyard|coffin|bury|buried)\w*": "deferred deletion",
     r"\b\w*Lanes\b|\b(?:single|compute|comm)_lanes?\b": "streams (overlap/), task queues (comm/host/)",
     r"\b(?:Overlap|Gemm|Lt|Quantize|Dequantize)Call\b": "...Args or ...Options: a Call is a communicator's operation",
+    r"\bas_trace_constant\b|\bTraceConstant\b": "as_dynamo_constant, DynamoConstant: trace() is the planner's",
     r"\bWorkPtr (?:\w+::)?launch\w*\(": "issue: operations are issued, kernels are launched",
     r"\bput_(?:copy|barrier|sums|all_gather|reduce_scatter)\w*\(": "enqueue_... or store_...: a put writes to a window",
     r"(?i)\bcomes? to it\b": "'reaches', 'calls'",

@@ -916,7 +916,7 @@ class MeshComms:
     _specs: dict[Any, Any]
     _recipes: dict[Any, Any]
     _parts: dict[Any, MeshComms]
-    traced_name: str
+    constant_name: str
     @property
     def mesh(self) -> Mesh: ...
     @property

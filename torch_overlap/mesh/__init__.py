@@ -59,6 +59,7 @@ from torch_overlap.mesh.connect import MeshComms, connect
 from torch_overlap.mesh.cost import load_cost_model, save_cost_model
 from torch_overlap.mesh.dispatch import Recipe, call, recipe_of
 from torch_overlap.mesh.dtensor import from_dtensor, mesh_of, to_dtensor
+from torch_overlap.mesh.dynamo import caching_moves
 from torch_overlap.mesh.matmuls import Choice, choices, choosing, linear
 from torch_overlap.mesh.module import (
     clip_grad_norm_,
@@ -69,9 +70,8 @@ from torch_overlap.mesh.module import (
     sharded_parameters,
 )
 from torch_overlap.mesh.sharded import Sharded, from_local, register
-from torch_overlap.mesh.spec import DimSpec, P, ShardingSpec, to_layout
+from torch_overlap.mesh.sharding_spec import DimSpec, P, ShardingSpec, to_layout
 from torch_overlap.mesh.trace import Traced, trace
-from torch_overlap.mesh.tracing import caching_moves
 from torch_overlap.mesh.value_spec import gradient_layout
 from torch_overlap.mesh.vmap import vmap
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError
+from torch_overlap.mesh.dynamo import NOT_IN_A_GRAPH
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import NOT_IN_A_GRAPH
 from torch_overlap.mesh.value_spec import gradient_of, spec_of, target_of, with_invariant_rest
 
 __all__ = ["AUTOGRAD", "begin"]

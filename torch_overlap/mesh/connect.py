@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch_overlap._C import InvalidValueError, MeshComms, TorchComm, _connect
 from torch_overlap.mesh._core import CostModel, Mesh
-from torch_overlap.mesh.tracing import register_traced
+from torch_overlap.mesh.dynamo import register_constant
 
 __all__ = ["MeshComms", "connect"]
 
@@ -49,7 +49,7 @@ def connect(
             raise
         gc.collect()  # a dropped mesh may still be in a reference cycle, and hold its name
         made = _connect(mesh, comm, name, cost or CostModel.h200(), sets)
-    made._specs, made._recipes, made._parts, made.traced_name = {}, {}, {}, register_traced(made)
+    made._specs, made._recipes, made._parts, made.constant_name = {}, {}, {}, register_constant(made)
     return made
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_overlap.mesh.tracing import is_dynamo_compiling
+from torch_overlap.mesh.dynamo import is_dynamo_compiling
 
 if TYPE_CHECKING:
-    from torch_overlap.mesh.value_spec import Spec
+    from torch_overlap.mesh.value_spec import ValueSpec
 
 __all__ = ["UNCHANGED", "MovedCopies", "State", "is_hooked", "state_of"]
 
@@ -35,10 +35,10 @@ def is_hooked(tensor: Tensor) -> bool:
 
 
 class _Copy(NamedTuple):
-    """A copy, its Spec if it is in another layout, and the states of the value and the copy when it was made."""
+    """A copy, its ValueSpec if it is in another layout, and the states of the value and the copy when it was made."""
 
     made: Any
-    spec: Spec | None
+    spec: ValueSpec | None
     value_state: State
     made_state: State
 
@@ -61,16 +61,16 @@ class MovedCopies:
         found = self._copies.get((what, _modes()))
         return None if found is None or not found.is_valid(state) else found.made
 
-    def find_reduced(self, state: State) -> tuple[Tensor, Spec] | None:
-        """Returns the first valid copy that is not partial, and its Spec; None if there is none."""
+    def find_reduced(self, state: State) -> tuple[Tensor, ValueSpec] | None:
+        """Returns the first valid copy that is not partial, and its ValueSpec; None if there is none."""
         modes = _modes()
         for (_, made_in), copy in self._copies.items():
             if copy.spec is not None and copy.spec.is_reduced and made_in == modes and copy.is_valid(state):
                 return copy.made, copy.spec
         return None
 
-    def add(self, what: str, made: Any, spec: Spec | None, state: State) -> None:
-        """Keeps a copy, with its Spec if it is in another layout."""
+    def add(self, what: str, made: Any, spec: ValueSpec | None, state: State) -> None:
+        """Keeps a copy, with its ValueSpec if it is in another layout."""
         self._copies[what, _modes()] = _Copy(made, spec, state, state_of(made))
 
 

@@ -25,6 +25,14 @@ from torch_overlap.mesh.autocast import argument_dtype, autocast_of
 from torch_overlap.mesh.autograd import AUTOGRAD
 from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.capture import capture
+from torch_overlap.mesh.dynamo import (
+    DynamoConstant,
+    as_dynamo_constant,
+    caching_moves,
+    is_dynamo_compiling,
+    register_constant,
+    run_in_graph,
+)
 from torch_overlap.mesh.local import local_call
 from torch_overlap.mesh.matmuls import (
     DeferredMatmul,
@@ -38,15 +46,7 @@ from torch_overlap.mesh.matmuls import (
 from torch_overlap.mesh.program import Program, Ref
 from torch_overlap.mesh.rules import rule_of
 from torch_overlap.mesh.sharded import Provenance, Sharded, provenance_of
-from torch_overlap.mesh.tracing import (
-    TraceConstant,
-    as_trace_constant,
-    caching_moves,
-    is_dynamo_compiling,
-    register_traced,
-    run_in_graph,
-)
-from torch_overlap.mesh.value_spec import Spec, replicated_spec, spec_of
+from torch_overlap.mesh.value_spec import ValueSpec, replicated_spec, spec_of
 
 __all__ = ["Recipe", "RecipeStep", "call", "recipe_of"]
 
@@ -62,9 +62,9 @@ class RecipeStep:
         found: The strategies that `propagate` compared; None without operands.
         strategy: The selected strategy: the cheapest that moves no anchored operand.
         plans: The plan that moves each operand.
-        inputs: (value, the Spec that it must have).
+        inputs: (value, the ValueSpec that it must have).
         local: The operator on a rank's local tensors.
-        outputs: The Specs of the results.
+        outputs: The ValueSpecs of the results.
         gathers: The variant that gathers its first operand while it multiplies.
         is_deferred_matmul: True if its result is partial, so that it is computed only when the reduction is known.
     """
@@ -73,9 +73,9 @@ class RecipeStep:
     found: Propagation | None
     strategy: Strategy | None
     plans: list[Plan]
-    inputs: list[tuple[int, Spec]]
+    inputs: list[tuple[int, ValueSpec]]
     local: Callable[[Sequence[Tensor]], Any]
-    outputs: list[Spec]
+    outputs: list[ValueSpec]
     numbers: tuple[int, ...] = ()  # numbers of the results among the values
     gathers: GatherMatmul | None = None
     is_deferred_matmul: bool = False
@@ -83,7 +83,7 @@ class RecipeStep:
     uneven: UnevenShards = ()  # for the weight of a product
 
     def __post_init__(self) -> None:
-        self.traced_name = register_traced(self)
+        self.constant_name = register_constant(self)
 
     def explain(self) -> str:
         if self.found is None or self.strategy is None:
@@ -106,13 +106,13 @@ class RecipeStep:
         if self.is_deferred_matmul:
             bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None
             return [Sharded(None, spec, DeferredMatmul(self, operands, bias), provenance)]
-        out = run_in_graph(self.traced_name, operands) if is_dynamo_compiling() else self.local(operands)
+        out = run_in_graph(self.constant_name, operands) if is_dynamo_compiling() else self.local(operands)
         if not self.call.is_sequence:
             return [Sharded(out, spec, None, provenance)]
         return [Sharded(one, of, None, provenance) for one, of in zip(out, self.outputs, strict=True)]
 
 
-class _Constant(TraceConstant):
+class _Constant(DynamoConstant):
     """A constant tensor of a function, the same on every rank."""
 
     def __init__(self, value: Tensor, mesh: MeshComms, device: torch.device) -> None:
@@ -123,7 +123,7 @@ class _Constant(TraceConstant):
     def replicated_value(self) -> Sharded:
         if not is_dynamo_compiling():
             return self.value
-        return Sharded(run_in_graph(self.traced_name, []), self.spec, None, Provenance.FUNCTION)
+        return Sharded(run_in_graph(self.constant_name, []), self.spec, None, Provenance.FUNCTION)
 
     def local(self, _: Sequence[Tensor]) -> Tensor:
         """Makes the tensor again on each call: a compiled graph accepts no tensor from outside."""
@@ -132,7 +132,7 @@ class _Constant(TraceConstant):
 
 
 class Recipe:
-    """Runs a function on operands with given Specs.
+    """Runs a function on operands with given ValueSpecs.
 
     Attributes:
         steps: Its operators.
@@ -150,7 +150,7 @@ class Recipe:
             self._single_step = None
 
     def run(self, operands: list[Sharded]) -> Any:
-        """Runs the function on operands whose Specs are those of the recipe.
+        """Runs the function on operands whose ValueSpecs are those of the recipe.
 
         Operands are moved first, then the local tensors are computed, on the current stream; collective over the mesh
         if a step communicates. Returns the result of the torch function, with a Sharded for each tensor.
@@ -196,7 +196,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             return AUTOGRAD[func](*args, **kwargs)
         operands: list[Sharded] = []
         known = [_as_specs(a, operands) for a in args], {name: _as_specs(v, operands) for name, v in kwargs.items()}
-        traced: Recipe = as_trace_constant(_traced_recipe, func, method, *known)
+        traced: Recipe = as_dynamo_constant(_traced_recipe, func, method, *known)
         return Recipe.run(traced, operands)
     if func in AUTOGRAD:
         return AUTOGRAD[func](*args, **kwargs)
@@ -240,12 +240,12 @@ def _has_hash(value: Any) -> bool:
 
 
 def _traced_recipe(func: Callable[..., Any], _: str, args: Any, kwargs: Any) -> Recipe:
-    """Returns the recipe, for arguments with Specs in place of Sharded values."""
+    """Returns the recipe, for arguments with ValueSpecs in place of Sharded values."""
     return look_up(func, _without_locals(args), _without_locals(kwargs))[0]
 
 
 def _without_locals(value: Any) -> Any:
-    if isinstance(value, Spec):
+    if isinstance(value, ValueSpec):
         return Sharded(None, value)
     if type(value) is dict:
         return {name: _without_locals(item) for name, item in value.items()}
@@ -255,7 +255,7 @@ def _without_locals(value: Any) -> Any:
 
 
 def _as_specs(value: Any, operands: list[Sharded]) -> Any:
-    """Returns an argument with Specs in place of Sharded values, which it collects, in code that Dynamo can trace."""
+    """Returns an argument with ValueSpecs in place of Sharded values, which it collects. Dynamo can trace it."""
     if isinstance(value, Sharded):
         operands.append(value)
         return value.spec
@@ -352,7 +352,7 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         )
     constants = {number: _Constant(value, mesh, device) for number, value in program.constants.items()}
     specs = {i: x.spec for i, x in enumerate(operands)} | {i: x.spec for i, x in constants.items()}
-    reduced: dict[int, Spec] = {}  # operands that an earlier operator had reduced, for reuse by later ones
+    reduced: dict[int, ValueSpec] = {}  # operands that an earlier operator had reduced, for reuse by later ones
     steps = []
     for recorded in program.steps:
         # Products gather values in their own layout.
@@ -369,7 +369,7 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 def _as_result(x: Sharded) -> Sharded:
     """Returns the operand as a function's result, which caches its moved copies."""
-    is_result = x._caches_in_trace if is_dynamo_compiling() else x._provenance != Provenance.CALLER
+    is_result = x._caches_in_dynamo if is_dynamo_compiling() else x._provenance != Provenance.CALLER
     return x if is_result else Sharded(x._local, x.spec, x._deferred_matmul, provenance_of(x.spec))
 
 
@@ -388,9 +388,9 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _plan(
-    call_: Call, numbers: Sequence[int], inputs: Sequence[Spec], mesh: MeshComms, device: torch.device
+    call_: Call, numbers: Sequence[int], inputs: Sequence[ValueSpec], mesh: MeshComms, device: torch.device
 ) -> RecipeStep:
-    """Returns the execution of one operator on inputs with these Specs."""
+    """Returns the execution of one operator on inputs with these ValueSpecs."""
     if not inputs:
         outputs = [replicated_spec(mesh, o.shape, o.dtype) for o in call_.outputs]
         local = local_call(call_, None, [], [spec.layout for spec in outputs], mesh.rank, device)

@@ -25,14 +25,14 @@ from torch._C._functorch import is_batchedtensor
 from torch_overlap._C import InvalidValueError, StateError
 from torch_overlap.mesh._core import Layout, Plan, Step
 from torch_overlap.mesh.call import Call
-from torch_overlap.mesh.tracing import TraceConstant, as_trace_constant, is_dynamo_compiling, run_in_graph
+from torch_overlap.mesh.dynamo import DynamoConstant, as_dynamo_constant, is_dynamo_compiling, run_in_graph
 from torch_overlap.mesh.value_spec import ranks_of
 from torch_overlap.nn.functional import sum_matmul
 
 if TYPE_CHECKING:
     from torch_overlap.mesh.dispatch import RecipeStep
     from torch_overlap.mesh.sharded import Sharded
-    from torch_overlap.mesh.value_spec import Spec
+    from torch_overlap.mesh.value_spec import ValueSpec
 
 __all__ = ["ALGORITHMS", "Choice", "DeferredMatmul", "GatherMatmul", "choices", "choosing", "make_gather_matmul"]
 
@@ -121,7 +121,7 @@ def _step(plan: Plan, *kinds: str) -> Step | None:
     return next((step for step in plan.steps if step.kind in kinds), None)
 
 
-def _unsupported_reason(plan: Plan, step: Step, spec: Spec, cut: Layout, uneven: UnevenShards) -> str | None:
+def _unsupported_reason(plan: Plan, step: Step, spec: ValueSpec, cut: Layout, uneven: UnevenShards) -> str | None:
     """Returns the reason why a product cannot overlap with this step of the plan, or None. `cut`: the layout of the
     parts that it gathers or scatters, for a value like `spec`. `uneven`: of the weight."""
     if len(plan.steps) > 1:
@@ -138,7 +138,7 @@ def _unsupported_reason(plan: Plan, step: Step, spec: Spec, cut: Layout, uneven:
     return next((why for names, why in uneven if axes & set(names)), None)
 
 
-def uneven_shards(weight: Spec) -> tuple[tuple[tuple[str, ...], str], ...]:
+def uneven_shards(weight: ValueSpec) -> tuple[tuple[tuple[str, ...], str], ...]:
     """Returns the axes along which parts of a weight differ in size, with the reason."""
     found = []
     for dim, axes in enumerate(weight.layout.dims):
@@ -166,7 +166,7 @@ def _as_linear(call: Call, weight: Tensor) -> Tensor:
     return weight if call.name == "linear" else weight.t()
 
 
-def local_sizes(x: Spec, weight: Spec, call: Call) -> tuple[int, int, int]:
+def local_sizes(x: ValueSpec, weight: ValueSpec, call: Call) -> tuple[int, int, int]:
     """Returns rows, columns and inner size of the product of the largest parts: the same on every rank, as choices must
     be."""
     rows, (out, inner) = 1, weight.largest_shape
@@ -178,7 +178,7 @@ def local_sizes(x: Spec, weight: Spec, call: Call) -> tuple[int, int, int]:
 # --- gather + product ---------------------------------------------------------------------------
 
 
-class GatherMatmul(TraceConstant):
+class GatherMatmul(DynamoConstant):
     """A product whose first operand must be gathered along a dimension that is not multiplied."""
 
     def __init__(
@@ -186,8 +186,8 @@ class GatherMatmul(TraceConstant):
         call: Call,
         plan: Plan,
         step: Step,
-        source: Spec,
-        target: Spec,
+        source: ValueSpec,
+        target: ValueSpec,
         sizes: tuple[int, int, int],
         uneven: UnevenShards,
     ) -> None:
@@ -211,7 +211,7 @@ class GatherMatmul(TraceConstant):
         Nothing is moved."""
         if x._cached_copy(self._target.text) is not None:
             return None
-        group: tuple[str, int] | None = as_trace_constant(
+        group: tuple[str, int] | None = as_dynamo_constant(
             GatherMatmul.group, self, _algorithm(), any(map(_is_in_vmap, (x, *others)))
         )
         return group
@@ -252,7 +252,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def make_gather_matmul(
-    call: Call, plan: Plan, spec: Spec, target: Spec, sizes: tuple[int, int, int], uneven: UnevenShards
+    call: Call, plan: Plan, spec: ValueSpec, target: ValueSpec, sizes: tuple[int, int, int], uneven: UnevenShards
 ) -> GatherMatmul | None:
     """Returns the variant of a call that gathers its first operand, which moves by `plan`; None if nothing is
     gathered."""
@@ -269,7 +269,12 @@ def _invariant_axes(step: Step) -> set[str]:
 
 
 def _select_reduction(
-    spec: Spec, target: Spec, sizes: tuple[int, int, int], uneven: UnevenShards, algorithm: str, is_in_vmap: bool
+    spec: ValueSpec,
+    target: ValueSpec,
+    sizes: tuple[int, int, int],
+    uneven: UnevenShards,
+    algorithm: str,
+    is_in_vmap: bool,
 ) -> tuple[str, tuple[str, int], int] | None:
     """Returns the fused operator that completes a partial product: its kind, the communicator's name and size, a
     dimension.
@@ -324,17 +329,17 @@ class DeferredMatmul:
         """Returns the partial local tensor. torch counts the writes to it, also if this runs in inference mode."""
         if is_dynamo_compiling():
             with self._with_call_state():
-                out: Tensor = run_in_graph(self._step.traced_name, self._operands)
+                out: Tensor = run_in_graph(self._step.constant_name, self._operands)
             return out
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if is_inference else _null_context, self._with_call_state():
             out = self._step.local(self._operands)
         return out
 
-    def fused_result(self, spec: Spec, target: Spec) -> Tensor | None:
+    def fused_result(self, spec: ValueSpec, target: ValueSpec) -> Tensor | None:
         """Returns the local tensor under `target` if one fused operator computes it, else None."""
         is_in_vmap = any(map(is_batchedtensor, self._operands))
-        how = as_trace_constant(
+        how = as_dynamo_constant(
             _select_reduction, spec, target, self._step.sizes, self._step.uneven, _algorithm(), is_in_vmap
         )
         if how is None:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.shard import part_of
+from torch_overlap.mesh.dynamo import caching_moves, is_dynamo_compiling
 from torch_overlap.mesh.sharded import Sharded, from_local
 from torch_overlap.mesh.styles import without_styles
-from torch_overlap.mesh.tracing import caching_moves, is_dynamo_compiling
-from torch_overlap.mesh.value_spec import Spec, expect_connected, gradient_layout, layout_of, spec_of, used_axes
+from torch_overlap.mesh.value_spec import ValueSpec, expect_connected, gradient_layout, layout_of, spec_of, used_axes
 
 __all__ = [
     "clip_grad_norm_",
@@ -93,13 +93,13 @@ def shard_module(
         raise InvalidValueError(
             f"shard_module: expected patterns of parameters or buffers, got {unused}, which fit none of {some}"
         )
-    parts: dict[int, tuple[Any, Spec]] = {}  # by the id of the whole parameter: tied ones stay tied
+    parts: dict[int, tuple[Any, ValueSpec]] = {}  # by the id of the whole parameter: tied ones stay tied
     for *_, whole, layout in wholes:
         if id(whole) not in parts:
             anchored = isinstance(whole, nn.Parameter) and not move_parameters
             parts[id(whole)] = _part(whole, mesh, layout, anchored=anchored)
     # Nothing is changed before everything is made.
-    found: dict[int, tuple[nn.Module, dict[str, Spec]]] = {}
+    found: dict[int, tuple[nn.Module, dict[str, ValueSpec]]] = {}
     for owner, _, own_name, whole, _ in wholes:
         part, spec = parts[id(whole)]
         store: dict[str, Any] = owner._parameters if own_name in owner._parameters else owner._buffers
@@ -112,7 +112,7 @@ def shard_module(
     return module
 
 
-def _part(whole: Tensor, mesh: MeshComms, layout: Layout, *, anchored: bool) -> tuple[Tensor, Spec]:
+def _part(whole: Tensor, mesh: MeshComms, layout: Layout, *, anchored: bool) -> tuple[Tensor, ValueSpec]:
     with torch.no_grad():
         local: Tensor = part_of(whole.detach(), mesh, layout).local
         if local.numel() < whole.numel():
@@ -122,7 +122,7 @@ def _part(whole: Tensor, mesh: MeshComms, layout: Layout, *, anchored: bool) -> 
     return local, spec_of(mesh, layout, whole.shape, whole.dtype, anchored)
 
 
-def _replace_class(owner: nn.Module, specs: dict[str, Spec], *, caches_moves: bool) -> None:
+def _replace_class(owner: nn.Module, specs: dict[str, ValueSpec], *, caches_moves: bool) -> None:
     """Gives the module its own class, which reads these names as Sharded. If `caches_moves` is set or the module has
     children, its forward is a block of `caching_moves`."""
 
@@ -178,7 +178,7 @@ def _refuse_to_pickle(owner: type) -> NoReturn:
 
 def _as_sharded(owner: nn.Module, name: str, stored: Tensor) -> Sharded:
     """Makes a new Sharded at each read: its cached copies are dropped with it, because weights change."""
-    spec: Spec = owner.__dict__[_SPECS][name]
+    spec: ValueSpec = owner.__dict__[_SPECS][name]
     if stored.dtype != spec.dtype:
         spec = spec_of(spec.mesh, spec.layout, spec.shape, stored.dtype, spec.anchored)
     return Sharded(stored, spec)

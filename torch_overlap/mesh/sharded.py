@@ -14,16 +14,16 @@ from torch._C._functorch import is_batchedtensor
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.copies import UNCHANGED, MovedCopies, State, is_hooked, state_of
-from torch_overlap.mesh.tracing import (
+from torch_overlap.mesh.dynamo import (
     NOT_IN_A_GRAPH,
-    as_trace_constant,
-    cache_in_trace,
+    as_dynamo_constant,
+    cache_in_dynamo,
     is_dynamo_compiling,
-    layout_in_trace,
+    layout_in_dynamo,
 )
 from torch_overlap.mesh.unsupported import UNSUPPORTED_METHODS
 from torch_overlap.mesh.value_spec import (
-    Spec,
+    ValueSpec,
     expect_connected,
     gradient_of,
     layout_of,
@@ -64,7 +64,7 @@ class Provenance(enum.IntEnum):
     CAPTURE = 2  # a function in the capture of a CUDA graph: copies serve the same capture only
 
 
-def provenance_of(spec: Spec) -> Provenance:
+def provenance_of(spec: ValueSpec) -> Provenance:
     """Returns the provenance of a function's result that is made now."""
     if is_dynamo_compiling() or spec.device.type != "cuda":
         return Provenance.FUNCTION
@@ -95,7 +95,7 @@ class Sharded:
 
     __slots__ = (
         "__weakref__",
-        "_caches_in_trace",
+        "_caches_in_dynamo",
         "_computed_state",
         "_copies",
         "_deferred_matmul",
@@ -108,7 +108,7 @@ class Sharded:
     def __init__(
         self,
         local: Tensor | None,
-        spec: Spec,
+        spec: ValueSpec,
         product: DeferredMatmul | None = None,
         provenance: Provenance = Provenance.CALLER,
     ) -> None:
@@ -116,7 +116,7 @@ class Sharded:
         self._is_fused = False  # the reduction of the product was fused: gradients bypass `local`
         self._computed_state = UNCHANGED  # that of a product when it was computed
         self._copies: MovedCopies | None = None
-        self._caches_in_trace = bool(provenance) and is_dynamo_compiling() and cache_in_trace(self)
+        self._caches_in_dynamo = bool(provenance) and is_dynamo_compiling() and cache_in_dynamo(self)
 
     # --- Properties
 
@@ -151,7 +151,7 @@ class Sharded:
     @property
     def layout(self) -> Layout:
         """The layout of the parts."""
-        return layout_in_trace(self.spec) if is_dynamo_compiling() else self.spec.layout
+        return layout_in_dynamo(self.spec) if is_dynamo_compiling() else self.spec.layout
 
     @property
     def mesh(self) -> MeshComms:
@@ -263,7 +263,7 @@ class Sharded:
     def reshard(self, spec: Any) -> Sharded:
         """Returns the same value in another layout: any spelling of one. The cost is that of `mesh.plan(...)`;
         differentiable."""
-        return self._to(as_trace_constant(target_of, self.spec, spec))
+        return self._to(as_dynamo_constant(target_of, self.spec, spec))
 
     def shard(self, mesh: MeshComms, spec: Any = None, replicated_axes: Sequence[str] = (),
               partial_sum_axes: Sequence[str] = ()) -> Sharded:  # fmt: skip
@@ -274,15 +274,15 @@ class Sharded:
         """Returns the same value, anchored to its layout. A function's result of only this value, with the same number
         of elements (a cast, a transpose; not a slice), is anchored too. An operator moves its other operands, even if
         it would be cheaper to move this one, unless there is no other way. For sharded weights."""
-        return Sharded(self.local, as_trace_constant(_anchored, self.spec))
+        return Sharded(self.local, as_dynamo_constant(_anchored, self.spec))
 
-    def _with_local(self, local: Tensor, spec: Spec) -> Sharded:
+    def _with_local(self, local: Tensor, spec: ValueSpec) -> Sharded:
         return Sharded(local, spec)
 
     def _reshard(self, layout: Layout) -> Sharded:
         return self._to(spec_of(self.mesh, layout, self.shape, self.dtype))
 
-    def _to(self, target: Spec) -> Sharded:
+    def _to(self, target: ValueSpec) -> Sharded:
         if target.text == self.spec.text:
             return self
         moved = self._moved(target)
@@ -290,7 +290,7 @@ class Sharded:
             moved = moved.view_as(moved)  # hooks on the result must not see gradients of other users of the copy
         return Sharded(moved, target, None, provenance_of(target))
 
-    def _moved(self, target: Spec) -> Tensor:
+    def _moved(self, target: ValueSpec) -> Tensor:
         """Returns the local tensor under another layout.
 
         Results of functions cache their moved copies, so that each move is made once. Values that the caller made (a
@@ -318,7 +318,7 @@ class Sharded:
         self._cache_copy(target.text, moved, target)
         return moved
 
-    def _operand(self, target: Spec) -> Tensor:
+    def _operand(self, target: ValueSpec) -> Tensor:
         """Returns the local tensor under another layout, to compute with. Without a gradient, layouts with the same
         values need no move."""
         spec = self.spec
@@ -382,7 +382,7 @@ class Sharded:
     def _should_cache_copies(self) -> bool:
         """Returns True if the value caches its moved copies. A value from a capture does only inside it, others only
         outside."""
-        return self._caches_in_trace if is_dynamo_compiling() else self._is_same_capture()
+        return self._caches_in_dynamo if is_dynamo_compiling() else self._is_same_capture()
 
     def _usable_copies(self) -> MovedCopies | None:
         """Returns the cached copies if they can be used now. In a trace, the cache of an argument is not read: it must
@@ -391,15 +391,15 @@ class Sharded:
 
     def _stop_caching(self) -> None:
         """Drops the moved copies."""
-        self._copies, self._caches_in_trace = None, False
+        self._copies, self._caches_in_dynamo = None, False
 
     def _cached_copy(self, what: str) -> Any:
         """Returns a cached copy: the local tensor under a layout, or a Sharded of another dtype."""
         copies = self._usable_copies()
         return None if copies is None else copies.find(what, self._state())
 
-    def _cache_copy(self, what: str, made: Any, spec: Spec | None = None) -> None:
-        """Caches a copy, with its Spec if it is in another layout, if the value caches copies."""
+    def _cache_copy(self, what: str, made: Any, spec: ValueSpec | None = None) -> None:
+        """Caches a copy, with its ValueSpec if it is in another layout, if the value caches copies."""
         if self._should_cache_copies():
             if self._copies is None:
                 self._copies = MovedCopies()
@@ -502,11 +502,11 @@ class Sharded:
         return _method(attribute, name).__get__(self)
 
 
-def _anchored(spec: Spec) -> Spec:
+def _anchored(spec: ValueSpec) -> ValueSpec:
     return spec_of(spec.mesh, spec.layout, spec.shape, spec.dtype, anchored=True)
 
 
-def _moved(local: Tensor, spec: Spec, target: Spec) -> Tensor:
+def _moved(local: Tensor, spec: ValueSpec, target: ValueSpec) -> Tensor:
     moved: Tensor = _reshard(local, spec.name, spec.text, target.text, spec.shape)
     return moved
 
@@ -547,12 +547,12 @@ def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] |
         InvalidValueError: `local` does not have the shape of this rank's part.
     """
     expect_connected("from_local", mesh)
-    return Sharded(local, as_trace_constant(_spec_of_local, local.shape, local.dtype, mesh, spec, shape))
+    return Sharded(local, as_dynamo_constant(_spec_of_local, local.shape, local.dtype, mesh, spec, shape))
 
 
 def _spec_of_local(
     local: Sequence[int], dtype: torch.dtype, mesh: MeshComms, spec: Any, shape: Sequence[int] | None
-) -> Spec:
+) -> ValueSpec:
     layout = layout_of(spec, mesh, len(local))
     if shape is None:
         shape = [n * ranks_of(layout.mesh, axes) for n, axes in zip(local, layout.dims, strict=True)]

@@ -12,7 +12,7 @@ from torch import nn
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, UnsupportedError
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.spec import P
+from torch_overlap.mesh.sharding_spec import P
 
 if TYPE_CHECKING:
     from torch_overlap.nn.styles import Style

@@ -17,7 +17,7 @@ from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.expand import EXPANSIONS
 from torch_overlap.mesh.rules import rule_of
-from torch_overlap.mesh.spec import DimSpec, ShardingSpec, to_layout
+from torch_overlap.mesh.sharding_spec import DimSpec, ShardingSpec, to_layout
 
 __all__ = ["Traced", "trace"]
 

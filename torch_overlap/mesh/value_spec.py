@@ -1,4 +1,4 @@
-"""Spec: the metadata of a Sharded; and the meaning of layouts for values and gradients."""
+"""ValueSpec: the metadata of a Sharded; and the meaning of layouts for values and gradients."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from torch_overlap._C import InvalidTypeError, MeshComms
 from torch_overlap.mesh._core import Layout, Mesh
-from torch_overlap.mesh.spec import to_layout
-from torch_overlap.mesh.tracing import TraceConstant
+from torch_overlap.mesh.dynamo import DynamoConstant
+from torch_overlap.mesh.sharding_spec import to_layout
 
 __all__ = [
-    "Spec",
+    "ValueSpec",
     "expect_connected",
     "gradient_layout",
     "gradient_of",
@@ -30,7 +30,7 @@ __all__ = [
 MAX_SPECS = 1 << 16
 
 
-class Spec(TraceConstant):
+class ValueSpec(DynamoConstant):
     """The metadata of a Sharded. Equal ones are one object, compared by identity.
 
     Attributes:
@@ -69,10 +69,10 @@ class Spec(TraceConstant):
         self.name, self.device = mesh.name, mesh.comm.get_device()
         self.recipes: dict[Any, Any] = mesh._recipes
         self.is_reduced = not layout.partial
-        self.targets: dict[Any, Spec] = {}
-        self.gradient: Spec | None = None
+        self.targets: dict[Any, ValueSpec] = {}
+        self.gradient: ValueSpec | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ValueSpec:
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -94,26 +94,28 @@ class Spec(TraceConstant):
         return self.layout.local_shape(self.shape, self.mesh.mesh.ranks[0])
 
 
-def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.dtype, anchored: bool = False) -> Spec:
-    """Returns the Spec of these values: the same object for equal ones."""
+def spec_of(
+    mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.dtype, anchored: bool = False
+) -> ValueSpec:
+    """Returns the ValueSpec of these values: the same object for equal ones."""
     size = torch.Size(shape)
     key = (layout, size, dtype, anchored)
-    spec: Spec | None = mesh._specs.get(key)
+    spec: ValueSpec | None = mesh._specs.get(key)
     if spec is None:
-        if len(mesh._specs) >= MAX_SPECS:  # Specs in use stay alive
+        if len(mesh._specs) >= MAX_SPECS:  # ValueSpecs in use stay alive
             mesh._specs.clear()
             mesh._recipes.clear()
-        spec = mesh._specs[key] = Spec(mesh, layout, size, dtype, anchored)
+        spec = mesh._specs[key] = ValueSpec(mesh, layout, size, dtype, anchored)
     return spec
 
 
-def replicated_spec(mesh: MeshComms, shape: Sequence[int], dtype: torch.dtype) -> Spec:
-    """Returns the Spec of a value that every rank has whole, and whose gradient every rank has whole."""
+def replicated_spec(mesh: MeshComms, shape: Sequence[int], dtype: torch.dtype) -> ValueSpec:
+    """Returns the ValueSpec of a value that every rank has whole, and whose gradient every rank has whole."""
     return spec_of(mesh, with_invariant_rest(Layout.replicated(mesh.mesh, len(shape))), shape, dtype)
 
 
-def target_of(spec: Spec, to: Any) -> Spec:
-    """Returns the Spec of the same value in another layout: any spelling of one."""
+def target_of(spec: ValueSpec, to: Any) -> ValueSpec:
+    """Returns the ValueSpec of the same value in another layout: any spelling of one."""
     try:
         found = spec.targets.get(to)
     except TypeError:  # a spelling with lists, which have no hash
@@ -123,12 +125,12 @@ def target_of(spec: Spec, to: Any) -> Spec:
     return found
 
 
-def _target_of(spec: Spec, to: Any) -> Spec:
+def _target_of(spec: ValueSpec, to: Any) -> ValueSpec:
     return spec_of(spec.mesh, layout_of(to, spec.mesh, len(spec.shape)), spec.shape, spec.dtype)
 
 
-def gradient_of(spec: Spec) -> Spec:
-    """Returns the Spec of the gradient of a value."""
+def gradient_of(spec: ValueSpec) -> ValueSpec:
+    """Returns the ValueSpec of the gradient of a value."""
     if spec.gradient is None:
         spec.gradient = spec_of(spec.mesh, gradient_layout(spec.layout), spec.shape, spec.dtype)
     return spec.gradient

@@ -14,7 +14,7 @@ from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.connect import mesh_without
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.value_spec import Spec, spec_of, used_axes
+from torch_overlap.mesh.value_spec import ValueSpec, spec_of, used_axes
 
 __all__ = ["vmap"]
 
@@ -119,7 +119,7 @@ class _Batch:
 
     Attributes:
         locals, dims: Tensors, or other values, and their mapped dimensions.
-        specs: The Specs inside of the Sharded arguments.
+        specs: The ValueSpecs inside of the Sharded arguments.
     """
 
     def __init__(self, leaves: Sequence[Any], dims: Sequence[int | None], named: Sequence[str]) -> None:
@@ -166,8 +166,8 @@ class _Batch:
             )
         return tuple(axes)
 
-    def _enter(self, leaf: Any, dim: int | None) -> tuple[Any, Spec | None]:
-        """Returns the local tensor of an argument, and its Spec inside."""
+    def _enter(self, leaf: Any, dim: int | None) -> tuple[Any, ValueSpec | None]:
+        """Returns the local tensor of an argument, and its ValueSpec inside."""
         if not isinstance(leaf, Sharded):
             if dim is not None and self._axes:
                 raise InvalidTypeError(

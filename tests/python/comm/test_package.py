@@ -80,7 +80,7 @@ ONLY_TYPES = {"_Env", "_OpOptions"}
 GIVEN = set(dir(object)) | {"__module__", "__getstate__", "__setstate__", "__eq__", "__ne__", "__hash__", "__repr__"}
 GIVEN |= {"__dict__"}
 # Attributes that torch_overlap.mesh.connect gives each object.
-ATTRIBUTES = {"MeshComms": {"_specs", "_recipes", "_parts", "traced_name"}}
+ATTRIBUTES = {"MeshComms": {"_specs", "_recipes", "_parts", "constant_name"}}
 
 
 def test_the_stub_is_the_module() -> None:

@@ -75,7 +75,7 @@ def run_interleaved(comm: to.TorchComm, seed: int, seeds: int, unreachable: bool
 @pytest.mark.stress
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("gloo", 3), ("gloo", 4), ("local", 6)])
 def test_random_interleavings(backend: str, size: int, seed: int) -> None:
-    """50 orders of every method's streams, drawn by each rank for itself (with threads: by the last one that set it)."""
+    """50 orders of every method's streams, drawn by each rank for itself (threads: by the last that set it)."""
     run_ranks(run_interleaved, size, seed, 50 * STRESS, False, backend=backend, timeout=100 + 300 * STRESS)
 
 

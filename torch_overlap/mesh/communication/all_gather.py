@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from torch_overlap.mesh.communication.base import Move, run_move, settled, wrap_dim
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.value_spec import Spec, with_invariant_rest
+from torch_overlap.mesh.value_spec import ValueSpec, with_invariant_rest
 
 __all__ = ["all_gather", "gather_all_axes"]
 
 
-def all_gather_move(spec: Spec, axis: int) -> Move:
-    """Returns the definition of all_gather for an operand of this Spec."""
+def all_gather_move(spec: ValueSpec, axis: int) -> Move:
+    """Returns the definition of all_gather for an operand of this ValueSpec."""
     dim = wrap_dim("all_gather", spec, axis, "axis")
     return Move(spec.layout, settled(spec.layout, list(spec.layout.dims[dim])), tuple(spec.shape))
 
 
-def gather_all_axes_move(spec: Spec) -> Move:
-    """Returns the definition of gather_all_axes for an operand of this Spec."""
+def gather_all_axes_move(spec: ValueSpec) -> Move:
+    """Returns the definition of gather_all_axes for an operand of this ValueSpec."""
     whole = spec.layout.with_partial(None).with_dims([None] * len(spec.shape))
     return Move(spec.layout, with_invariant_rest(whole), tuple(spec.shape))
 

@@ -20,13 +20,13 @@ from torch_overlap.mesh.communication.base import (
     the_only_axis,
 )
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.value_spec import Spec
+from torch_overlap.mesh.value_spec import ValueSpec
 
 __all__ = ["all_reduce", "pmean"]
 
 
-def all_reduce_move(spec: Spec, reduce_op: str | None = None, reduce_axes: Axes = None) -> Move:
-    """Returns the definition of all_reduce for an operand of this Spec."""
+def all_reduce_move(spec: ValueSpec, reduce_op: str | None = None, reduce_axes: Axes = None) -> Move:
+    """Returns the definition of all_reduce for an operand of this ValueSpec."""
     if reduce_axes is not None:
         axes = axis_names("all_reduce", spec.mesh.mesh, reduce_axes)
     else:
@@ -37,14 +37,14 @@ def all_reduce_move(spec: Spec, reduce_op: str | None = None, reduce_axes: Axes 
     return Move(source, settled(source, axes), shape)
 
 
-def pmean_move(spec: Spec, axis_name: Axes = None) -> Move:
-    """Returns the definition of pmean for an operand of this Spec."""
+def pmean_move(spec: ValueSpec, axis_name: Axes = None) -> Move:
+    """Returns the definition of pmean for an operand of this ValueSpec."""
     pending = [name for name, kind in spec.layout.partial.items() if kind not in ("sum", "avg")]
     if pending:
         raise InvalidValueError(f"pmean: expected a value that is not partial over {pending}, got {spec.text}")
     axes = axis_names("pmean", spec.mesh.mesh, axis_name) or the_only_axis("pmean", spec, "axis_name")
     layout = spec.layout.with_partial({n: k for n, k in spec.layout.partial.items() if n not in axes})
-    plain = Spec(spec.mesh, layout, spec.shape, spec.dtype)
+    plain = ValueSpec(spec.mesh, layout, spec.shape, spec.dtype)
     source, _, shape = terms("pmean", plain, axes, "avg")
     return Move(source, settled(source, axes), shape)
 

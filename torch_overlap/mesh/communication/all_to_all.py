@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import Move, check_divisible, run_move, wrap_dim
+from torch_overlap.mesh.dynamo import as_dynamo_constant
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import as_trace_constant
-from torch_overlap.mesh.value_spec import Spec, ranks_of
+from torch_overlap.mesh.value_spec import ValueSpec, ranks_of
 
 __all__ = ["all_to_all"]
 
 
-def all_to_all_move(spec: Spec, split_axis: int, concat_axis: int) -> Move:
-    """Returns the definition of all_to_all for an operand of this Spec."""
+def all_to_all_move(spec: ValueSpec, split_axis: int, concat_axis: int) -> Move:
+    """Returns the definition of all_to_all for an operand of this ValueSpec."""
     split = wrap_dim("all_to_all", spec, split_axis, "split_axis")
     concat = wrap_dim("all_to_all", spec, concat_axis, "concat_axis")
     if split == concat:
@@ -41,12 +41,12 @@ def all_to_all(x: Sharded, split_axis: int, concat_axis: int, tiled: bool = True
     y = run_move("all_to_all", all_to_all_move, x, split_axis, concat_axis)
     if tiled:
         return y
-    dim, parts, size = as_trace_constant(_stacked, x.spec, concat_axis)
+    dim, parts, size = as_dynamo_constant(_stacked, x.spec, concat_axis)
     stacked: Sharded = y.unflatten(dim, (parts, size))
     return stacked
 
 
-def _stacked(spec: Spec, concat_axis: int) -> tuple[int, int, int]:
+def _stacked(spec: ValueSpec, concat_axis: int) -> tuple[int, int, int]:
     dim = wrap_dim("all_to_all", spec, concat_axis, "concat_axis")
     parts = ranks_of(spec.layout.mesh, spec.layout.dims[dim])
     if spec.shape[dim] % parts:

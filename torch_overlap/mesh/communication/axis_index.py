@@ -10,14 +10,14 @@ import torch
 from torch_overlap._C import MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.base import axis_names
+from torch_overlap.mesh.dynamo import as_dynamo_constant
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import as_trace_constant
-from torch_overlap.mesh.value_spec import Spec, spec_of, with_invariant_rest
+from torch_overlap.mesh.value_spec import ValueSpec, spec_of, with_invariant_rest
 
 __all__ = ["axis_index"]
 
 
-def _place(mesh: MeshComms, axis_name: str) -> tuple[int, Spec]:
+def _place(mesh: MeshComms, axis_name: str) -> tuple[int, ValueSpec]:
     (axis,) = axis_names("axis_index", mesh.mesh, axis_name)
     layout = with_invariant_rest(Layout(mesh.mesh, [axis]))
     return mesh.coordinate(axis), spec_of(mesh, layout, (mesh.mesh.axis(axis).size,), torch.int32)
@@ -28,5 +28,5 @@ def axis_index(mesh: MeshComms, axis_name: str) -> Sharded:
 
     `mesh.coordinate(axis)` is the same number as an int on the host.
     """
-    place, spec = as_trace_constant(_place, mesh, axis_name)
+    place, spec = as_dynamo_constant(_place, mesh, axis_name)
     return Sharded(torch.full((1,), place, dtype=torch.int32, device=spec.device), spec)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError
 from torch_overlap.mesh._core import Layout, Mesh
+from torch_overlap.mesh.dynamo import as_dynamo_constant
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import as_trace_constant
-from torch_overlap.mesh.value_spec import Spec, ranks_of, spec_of
+from torch_overlap.mesh.value_spec import ValueSpec, ranks_of, spec_of
 
 __all__ = [
     "Axes",
@@ -41,8 +41,8 @@ class Move(NamedTuple):
     shape: tuple[int, ...]
 
 
-def sharded_spec(op: str, x: Any) -> Spec:
-    """Returns the Spec of a Sharded. Raises InvalidTypeError for anything else."""
+def sharded_spec(op: str, x: Any) -> ValueSpec:
+    """Returns the ValueSpec of a Sharded. Raises InvalidTypeError for anything else."""
     if not isinstance(x, Sharded):
         raise InvalidTypeError(f"{op}: expected a Sharded, got {type(x).__name__}; shard(x, mesh, spec) makes one")
     return x.spec
@@ -54,13 +54,15 @@ def run_move(op: str, move: Callable[..., Move], x: Sharded, *args: Any, **kwarg
     The gradient is that of the plan's steps, by the state of each axis (R, I, S, P): a value that becomes invariant has
     a gradient that is whole on every rank.
     """
-    before, taken, target = as_trace_constant(_ends, move, sharded_spec(op, x), args, kwargs)
+    before, taken, target = as_dynamo_constant(_ends, move, sharded_spec(op, x), args, kwargs)
     return (x if taken is None else Sharded(x._to(before).local, taken))._to(target)
 
 
-def _ends(move: Callable[..., Move], spec: Spec, args: Any, kwargs: Any) -> tuple[Spec, Spec | None, Spec]:
-    """Returns three Specs: the one that the operand is brought to first, the one that it is then reinterpreted as (None
-    if unchanged), and that of the result.
+def _ends(
+    move: Callable[..., Move], spec: ValueSpec, args: Any, kwargs: Any
+) -> tuple[ValueSpec, ValueSpec | None, ValueSpec]:
+    """Returns three ValueSpecs: the one that the operand is brought to first, the one that it is then reinterpreted as
+    (None if unchanged), and that of the result.
 
     If N copies become N terms, the gradient is the sum of the terms': that of a replicated value.
     """
@@ -110,7 +112,7 @@ def axis_names(op: str, mesh: Mesh, axes: Axes) -> list[str]:
     return names
 
 
-def wrap_dim(op: str, spec: Spec, dim: int, what: str) -> int:
+def wrap_dim(op: str, spec: ValueSpec, dim: int, what: str) -> int:
     """Returns `dim` counted from the front."""
     count = len(spec.shape)
     if not isinstance(dim, int) or isinstance(dim, bool):
@@ -120,7 +122,7 @@ def wrap_dim(op: str, spec: Spec, dim: int, what: str) -> int:
     return dim % count
 
 
-def the_only_axis(op: str, spec: Spec, what: str) -> list[str]:
+def the_only_axis(op: str, spec: ValueSpec, what: str) -> list[str]:
     """Returns the axis of a mesh with only one; otherwise raises, since the caller must name it."""
     names = [name for name, size in spec.mesh.mesh.axes.items() if size > 1] or list(spec.mesh.mesh.axes)
     if len(names) != 1:
@@ -130,7 +132,7 @@ def the_only_axis(op: str, spec: Spec, what: str) -> list[str]:
     return names[:1]
 
 
-def terms(op: str, spec: Spec, axes: Sequence[str], kind: str) -> Move:
+def terms(op: str, spec: ValueSpec, axes: Sequence[str], kind: str) -> Move:
     """Returns the local tensors as terms of a reduction over `axes`. If an axis shards a dimension, that dimension gets
     the size of the parts, which must be equal. The target is left equal to the source."""
     layout, shape = spec.layout, list(spec.shape)

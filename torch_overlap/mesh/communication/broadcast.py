@@ -10,14 +10,14 @@ import torch
 
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import Axes, axis_names, in_mesh_order, sharded_spec
+from torch_overlap.mesh.dynamo import as_dynamo_constant
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import as_trace_constant
-from torch_overlap.mesh.value_spec import Spec, spec_of, used_axes
+from torch_overlap.mesh.value_spec import ValueSpec, spec_of, used_axes
 
 __all__ = ["broadcast"]
 
 
-def broadcast_axes(spec: Spec, root: int = 0, axes: Axes = None) -> list[str]:
+def broadcast_axes(spec: ValueSpec, root: int = 0, axes: Axes = None) -> list[str]:
     """Checks the arguments of broadcast and returns the names of the axes, in mesh order."""
     mesh, differ = spec.mesh.mesh, used_axes(spec.layout)
     names = axis_names("broadcast", mesh, axes) or [n for n in mesh.axes if n not in differ]
@@ -32,8 +32,8 @@ def broadcast_axes(spec: Spec, root: int = 0, axes: Axes = None) -> list[str]:
     return in_mesh_order(mesh, names)
 
 
-def _group(spec: Spec, root: int, axes: Axes) -> tuple[str, Spec, Spec] | None:
-    """Returns the communicator, the Spec of the operand and that of the result.
+def _group(spec: ValueSpec, root: int, axes: Axes) -> tuple[str, ValueSpec, ValueSpec] | None:
+    """Returns the communicator, the ValueSpec of the operand and that of the result.
 
     The operator sums all gradients at the root, which is right for a replicated operand and result. The gradients of an
     invariant result are each the whole gradient, so one rank's counts; an invariant operand gets that of the root on
@@ -55,7 +55,7 @@ def broadcast(x: Sharded, root: int = 0, axes: Axes = None) -> Sharded:
     Use it for values that should be equal along `axes` but are not yet, such as initial weights. Default for `axes`:
     all along which `x` is whole. Along other axes each group has its own root.
     """
-    how = as_trace_constant(_group, sharded_spec("broadcast", x), root, axes)
+    how = as_dynamo_constant(_group, sharded_spec("broadcast", x), root, axes)
     if how is None:
         return x
     comm, replicated, target = how

@@ -11,14 +11,14 @@ import torch
 
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import Axes, axis_names, in_mesh_order, sharded_spec
+from torch_overlap.mesh.dynamo import as_dynamo_constant
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.tracing import as_trace_constant
-from torch_overlap.mesh.value_spec import Spec, used_axes
+from torch_overlap.mesh.value_spec import ValueSpec, used_axes
 
 __all__ = ["ppermute"]
 
 
-def ppermute_axes(spec: Spec, permutation: Iterable[tuple[int, int]], axes: Axes = None) -> list[str]:
+def ppermute_axes(spec: ValueSpec, permutation: Iterable[tuple[int, int]], axes: Axes = None) -> list[str]:
     """Checks the arguments of ppermute and returns the names of the axes, in mesh order."""
     mesh = spec.mesh.mesh
     names = in_mesh_order(mesh, axis_names("ppermute", mesh, axes) or mesh.axes)
@@ -43,7 +43,7 @@ def ppermute_axes(spec: Spec, permutation: Iterable[tuple[int, int]], axes: Axes
     return names
 
 
-def _group(spec: Spec, pairs: list[tuple[int, int]], axes: Axes) -> str | None:
+def _group(spec: ValueSpec, pairs: list[tuple[int, int]], axes: Axes) -> str | None:
     comm = spec.mesh.group_comm(ppermute_axes(spec, pairs, axes))
     return None if comm is None else comm.get_name()
 
@@ -60,7 +60,7 @@ def ppermute(x: Sharded, permutation: Iterable[tuple[int, int]], axes: Axes = No
     """
     spec = sharded_spec("ppermute", x)
     pairs = list(permutation)
-    comm = as_trace_constant(_group, spec, pairs, axes)
+    comm = as_dynamo_constant(_group, spec, pairs, axes)
     if comm is None:
         return x
     local = torch.ops.torch_overlap.permute(x.local, [i for pair in pairs for i in pair], comm)

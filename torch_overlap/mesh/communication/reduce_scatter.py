@@ -18,13 +18,13 @@ from torch_overlap.mesh.communication.base import (
     wrap_dim,
 )
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.value_spec import Spec
+from torch_overlap.mesh.value_spec import ValueSpec
 
 __all__ = ["reduce_scatter"]
 
 
-def reduce_scatter_move(spec: Spec, axis: int, axes: Axes = None, reduce_op: str | None = None) -> Move:
-    """Returns the definition of reduce_scatter for an operand of this Spec."""
+def reduce_scatter_move(spec: ValueSpec, axis: int, axes: Axes = None, reduce_op: str | None = None) -> Move:
+    """Returns the definition of reduce_scatter for an operand of this ValueSpec."""
     dim = wrap_dim("reduce_scatter", spec, axis, "axis")
     layout = spec.layout
     names = axis_names("reduce_scatter", spec.mesh.mesh, axes)

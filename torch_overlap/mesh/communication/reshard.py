@@ -10,18 +10,18 @@ from typing import Any
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import Axes, Move, axis_names, run_move
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.value_spec import Spec, layout_of, used_axes
+from torch_overlap.mesh.value_spec import ValueSpec, layout_of, used_axes
 
 __all__ = ["assume_partial", "reshard"]
 
 
-def reshard_move(spec: Spec, to: Any) -> Move:
-    """Returns the definition of reshard for an operand of this Spec."""
+def reshard_move(spec: ValueSpec, to: Any) -> Move:
+    """Returns the definition of reshard for an operand of this ValueSpec."""
     return Move(spec.layout, layout_of(to, spec.mesh, len(spec.shape)), tuple(spec.shape))
 
 
-def assume_partial_move(spec: Spec, axes: Axes, reduce_op: str = "sum") -> Move:
-    """Returns the definition of assume_partial for an operand of this Spec."""
+def assume_partial_move(spec: ValueSpec, axes: Axes, reduce_op: str = "sum") -> Move:
+    """Returns the definition of assume_partial for an operand of this ValueSpec."""
     names = axis_names("assume_partial", spec.mesh.mesh, axes)
     layout = spec.layout
     taken = sorted(used_axes(layout) & set(names))

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.base import Move, run_move
+from torch_overlap.mesh.dynamo import as_dynamo_constant, is_dynamo_compiling
 from torch_overlap.mesh.sharded import Provenance, Sharded
-from torch_overlap.mesh.tracing import as_trace_constant, is_dynamo_compiling
 from torch_overlap.mesh.value_spec import (
-    Spec,
+    ValueSpec,
     expect_connected,
     layout_of,
     replicated_spec,
@@ -30,9 +30,9 @@ from torch_overlap.mesh.value_spec import (
 __all__ = ["part_of", "shard"]
 
 
-def shard_move(spec: Spec, to: Any = None, replicated_axes: Iterable[str] = (),
+def shard_move(spec: ValueSpec, to: Any = None, replicated_axes: Iterable[str] = (),
                partial_sum_axes: Iterable[str] = ()) -> Move:  # fmt: skip
-    """Returns the definition of shard for an operand of this Spec."""
+    """Returns the definition of shard for an operand of this ValueSpec."""
     layout = layout_of(to, spec.mesh, len(spec.shape))
     pending, whole = sorted(partial_sum_axes), set(replicated_axes)
     if pending or whole:
@@ -81,7 +81,7 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
     if isinstance(x, DTensor):
         raise InvalidTypeError("shard: expected a plain tensor or a Sharded, got a DTensor; from_dtensor takes it")
     if is_dynamo_compiling():
-        source, target = as_trace_constant(
+        source, target = as_dynamo_constant(
             _ends_of_whole, x.shape, x.dtype, mesh, spec, replicated_axes, partial_sum_axes
         )
         return Sharded(Sharded(x, source)._to(target).local.clone(), target)
@@ -103,6 +103,8 @@ def part_of(x: Tensor, mesh: MeshComms, spec: Any = None, replicated_axes: Itera
     return out
 
 
-def _ends_of_whole(shape: Any, dtype: Any, mesh: MeshComms, to: Any, *axes: Iterable[str]) -> tuple[Spec, Spec]:
+def _ends_of_whole(
+    shape: Any, dtype: Any, mesh: MeshComms, to: Any, *axes: Iterable[str]
+) -> tuple[ValueSpec, ValueSpec]:
     spec = replicated_spec(mesh, shape, dtype)
     return spec, spec_of(mesh, shard_move(spec, to, *axes).target, shape, dtype)

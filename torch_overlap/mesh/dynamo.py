@@ -1,11 +1,11 @@
 """Sharded values under torch.compile.
 
 Dynamo traces the code of Sharded. Values that depend only on layouts, shapes and arguments are evaluated once
-(`as_trace_constant`) and kept as constants: the Spec of a value, the target of a move, the recipe of a function. A
-rank's computation on its local tensors is one call in Dynamo's graph (`run_local_function`); compilers see its
+(`as_dynamo_constant`) and kept as constants: the ValueSpec of a value, the target of a move, the recipe of a function.
+A rank's computation on its local tensors is one call in Dynamo's graph (`run_local_function`); compilers see its
 operators and collectives one level below.
 
-A compiled function is guarded by the Specs of its arguments: another layout, shape, dtype or mesh compiles again.
+A compiled function is guarded by the ValueSpecs of its arguments: another layout, shape, dtype or mesh compiles again.
 
 All of this uses torch.compiler and pytree constants only; nothing reaches into Dynamo.
 """
@@ -29,14 +29,14 @@ torch.utils._pytree.register_constant(Layout)
 
 __all__ = [
     "NOT_IN_A_GRAPH",
-    "TraceConstant",
+    "DynamoConstant",
     "as_constant",
-    "as_trace_constant",
-    "cache_in_trace",
+    "as_dynamo_constant",
+    "cache_in_dynamo",
     "caching_moves",
     "is_dynamo_compiling",
-    "layout_in_trace",
-    "register_traced",
+    "layout_in_dynamo",
+    "register_constant",
     "run_in_graph",
 ]
 
@@ -47,31 +47,31 @@ _counter = itertools.count()
 _objects_by_name: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-def register_traced(value: Any) -> str:
-    """Returns a name for an object, under which functions of `as_trace_constant` receive it: Dynamo guards strings and
+def register_constant(value: Any) -> str:
+    """Returns a name for an object, under which functions of `as_dynamo_constant` receive it: Dynamo guards strings and
     can pass them on."""
     name = f"{_MARK}{next(_counter)}"
     _objects_by_name[name] = value
     return name
 
 
-class TraceConstant:
-    """An object that may be an argument of `as_trace_constant`."""
+class DynamoConstant:
+    """An object that may be an argument of `as_dynamo_constant`."""
 
-    __slots__ = ("__weakref__", "traced_name")
+    __slots__ = ("__weakref__", "constant_name")
 
     def __init__(self) -> None:
-        self.traced_name = register_traced(self)
+        self.constant_name = register_constant(self)
 
 
 # --- Constants of a trace -----------------------------------------------------------------------
 
 
-def as_trace_constant(function: Callable[..., Any], *args: Any) -> Any:
+def as_dynamo_constant(function: Callable[..., Any], *args: Any) -> Any:
     """Returns `function(*args)`. Under torch.compile it runs during tracing, and the result is a constant of the
     compiled function.
 
-    Arguments are constants: plain values, torch's own, TraceConstant objects and meshes, in lists, tuples and dicts.
+    Arguments are constants: plain values, torch's own, DynamoConstant objects and meshes, in lists, tuples and dicts.
     """
     return _asked(function, as_constant(args)) if is_dynamo_compiling() else function(*args)
 
@@ -83,10 +83,10 @@ def _asked(function: Callable[..., Any], args: Any) -> Any:
 
 def as_constant(value: Any) -> Any:
     """Returns an argument in a form that Dynamo treats as a constant."""
-    if isinstance(value, TraceConstant):
-        return value.traced_name
+    if isinstance(value, DynamoConstant):
+        return value.constant_name
     if isinstance(value, MeshComms):
-        return value.traced_name
+        return value.constant_name
     if isinstance(value, int) and not isinstance(value, bool):
         return int(f"{value}")  # if Dynamo made it a symbol, this fixes its value and guards it
     if isinstance(value, float):
@@ -113,22 +113,22 @@ def _resolve_names(value: Any) -> Any:
     return value
 
 
-class _TraceLayouts:
+class _DynamoLayouts:
     """Constants that a trace reads as attributes, so that Dynamo can pass them on."""
 
 
-_trace_layouts = _TraceLayouts()
+_dynamo_layouts = _DynamoLayouts()
 
 
-def _add_trace_layout(spec: Any) -> str:
-    setattr(_trace_layouts, spec.traced_name, spec.layout)
-    name: str = spec.traced_name
+def _add_dynamo_layout(spec: Any) -> str:
+    setattr(_dynamo_layouts, spec.constant_name, spec.layout)
+    name: str = spec.constant_name
     return name
 
 
-def layout_in_trace(spec: Any) -> Layout:
-    """Returns the layout of a Spec, as an object that Dynamo can pass on."""
-    layout: Layout = getattr(_trace_layouts, as_trace_constant(_add_trace_layout, spec))
+def layout_in_dynamo(spec: Any) -> Layout:
+    """Returns the layout of a ValueSpec, as an object that Dynamo can pass on."""
+    layout: Layout = getattr(_dynamo_layouts, as_dynamo_constant(_add_dynamo_layout, spec))
     return layout
 
 
@@ -139,12 +139,12 @@ _local_functions: dict[str, Any] = {}
 
 def run_in_graph(name: str, tensors: list[Tensor]) -> Any:
     """Under torch.compile, runs `local(tensors)` of the object with this name. It then lives as long as the process."""
-    as_trace_constant(_keep_local_function, name)
+    as_dynamo_constant(_keep_local_function, name)
     return run_local_function(name, tensors)
 
 
 def _keep_local_function(value: Any) -> None:
-    _local_functions[value.traced_name] = value
+    _local_functions[value.constant_name] = value
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -174,7 +174,7 @@ class _Block:
 _block = _Block()
 
 
-def cache_in_trace(value: _Caching) -> bool:
+def cache_in_dynamo(value: _Caching) -> bool:
     """Returns True if `value`, which a trace makes now, is to cache its moved copies: inside `caching_moves`."""
     if _block.values is None:
         return False
