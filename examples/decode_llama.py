@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from llama.weights import SHAPES, Weights, random_weights, saved_weights
 from torch import Tensor
 
 import torch_overlap as to
+from torch_overlap.tools.bench import result
 
 LOGITS_TOLERANCE = 2e-2  # of 16-bit models: the error over the norm of the logits
 ROUNDS = 5
@@ -40,11 +42,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--chunk", type=int, default=512, help="tokens of a sequence that prefill reads at once (default: %(default)s)")
     add("--sequence-rows", type=int, default=SEQUENCE_ROWS,
         help="rows from which prompts are read with sequence parallelism (default: %(default)s)")  # fmt: skip
+    add("--prefill", default="", help="also time prompts of these lengths, without and with sequence parallelism")
     add("--sums", default="fused", help=f"forms of the sums, of {', '.join(Sums.KINDS)} (default: %(default)s)")
     add("--algorithm", default="auto", help="of the fused form (default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if every rank of this host can have a GPU, else cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on cpu, else bfloat16")
     add("--no-check", action="store_true", help="do not compare with one rank")
+    add("--out", type=Path, help="also write the rates to a file in this folder")
     add("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.device is None:
@@ -81,6 +85,24 @@ def seconds_of(decoder: Decoder, prompt: Tensor, new: int, chunk: int) -> tuple[
         wait(decoder.comm)
         times.append(time.perf_counter() - began)
     return times[0], (times[1] - times[0]) / max(new - 1, 1)
+
+
+def prefill_row(decoder: Decoder, count: int) -> dict[str, float]:
+    """Returns the microseconds of reading one prompt at once, without ("reduce") and with sequence parallelism."""
+    prompt = torch.arange(count, device=decoder.device)[None] % decoder.shape.vocabulary
+    times: dict[str, list[float]] = {"reduce": [], "sequence": []}
+    threshold = decoder.sequence_rows
+    for _ in range(ROUNDS + 1):
+        for name, rows in (("reduce", count + 1), ("sequence", 1)):
+            decoder.sequence_rows = rows
+            wait(decoder.comm)
+            began = time.perf_counter()
+            with torch.inference_mode():
+                decoder.prefill(prompt, count)
+            wait(decoder.comm)
+            times[name].append((time.perf_counter() - began) * 1e6)
+    decoder.sequence_rows = threshold
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
 def check(decoder: Decoder, weights: Weights, prompts: Tensor, args: argparse.Namespace) -> bool:
@@ -121,11 +143,17 @@ def main() -> int:
     if "torch" in kinds:
         dist.init_process_group("nccl", device_id=device)
     weights = weights_of(args, device)
-    room = {"batch": max(args.batches), "tokens": args.prompt + args.new, "dtype": getattr(torch, args.dtype)}
+    prefills = [int(count) for count in filter(None, args.prefill.split(","))]
+    room = {
+        "batch": max(args.batches),
+        "tokens": max(args.prompt + args.new, *prefills, 0),
+        "dtype": getattr(torch, args.dtype),
+    }
     first = Decoder(weights, comm, **room, sums=kinds[0], algorithm=args.algorithm, sequence_rows=args.sequence_rows)
     decoders = {kinds[0]: first} | {kind: first.with_sums(kind) for kind in kinds[1:]}
     generator = torch.Generator().manual_seed(args.seed)
     prompts = torch.randint(weights.shape.vocabulary, (max(args.batches), args.prompt), generator=generator).to(device)
+    rows, size = [], comm.get_size()
     for batch in args.batches:
         times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
         for _ in range(ROUNDS + 1):
@@ -133,11 +161,24 @@ def main() -> int:
                 times[kind].append(seconds_of(decoder, prompts[:batch], args.new, args.chunk))
         medians = {kind: [statistics.median(values) for values in zip(*found[1:], strict=True)]
                    for kind, found in times.items()}  # fmt: skip
+        rows.append({"model": weights.shape.name, "layers": weights.shape.layers, "dtype": args.dtype, "batch": batch,
+                     "prompt": args.prompt, "chunk": args.chunk, "sequence_rows": args.sequence_rows, "tp": size,
+                     "step_us": {kind: each * 1e6 for kind, (_, each) in medians.items()},
+                     "first_token_us": {kind: begin * 1e6 for kind, (begin, _) in medians.items()}})  # fmt: skip
         for kind, (begin, each) in medians.items():
             ratio = medians[kinds[-1]][1] / each
             if shown:
                 print(f"batch {batch:3}  {kind:5}  {batch / each:10,.0f} tokens/s  {each * 1e6:9,.0f} us a step  "
                       f"{ratio:.2f} x {kinds[-1]}  first token after {begin * 1e3:,.1f} ms", flush=True)  # fmt: skip
+    for count in prefills:
+        us = prefill_row(first, count)
+        rows.append({"model": weights.shape.name, "layers": weights.shape.layers, "dtype": args.dtype, "batch": 1,
+                     "prefill": count, "tp": size, "us": us})  # fmt: skip
+        if shown:
+            text = ", ".join(f"{name} {value:,.0f} us" for name, value in us.items())
+            print(f"prompt of {count} tokens: {text}", flush=True)
+    if args.out and shown:
+        print(result.write_result("decode_llama", size, rows, args.out), flush=True)
     good = args.no_check or check(first, weights, prompts, args)
     decoders.clear()
     del first

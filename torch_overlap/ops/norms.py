@@ -2,9 +2,8 @@
 decoding.
 
 Over NCCL on sm_90 with few tokens (at most 2 MiB of rows on two ranks, 1 MiB on up to four, 256 KiB on more) one kernel
-does it all.
-Otherwise a kernel for the norm and the quantization, or operators of torch, follow the sum. All ranks get the same bits
-if all have the same residual.
+does it all. Otherwise a kernel for the norm and the quantization, or operators of torch, follow the sum. All ranks get
+the same bits if all have the same residual.
 """
 
 from __future__ import annotations
