@@ -89,9 +89,9 @@ def seconds_of(decoder: Decoder, prompt: Tensor, new: int, chunk: int) -> tuple[
 
 def prefill_row(decoder: Decoder, count: int) -> dict[str, float]:
     """Returns the microseconds of reading one prompt at once, without ("reduce") and with sequence parallelism."""
+    decoder = decoder.with_room(1, count)
     prompt = torch.arange(count, device=decoder.device)[None] % decoder.shape.vocabulary
     times: dict[str, list[float]] = {"reduce": [], "sequence": []}
-    threshold = decoder.sequence_rows
     for _ in range(ROUNDS + 1):
         for name, rows in (("reduce", count + 1), ("sequence", 1)):
             decoder.sequence_rows = rows
@@ -101,7 +101,6 @@ def prefill_row(decoder: Decoder, count: int) -> dict[str, float]:
                 decoder.prefill(prompt, count)
             wait(decoder.comm)
             times[name].append((time.perf_counter() - began) * 1e6)
-    decoder.sequence_rows = threshold
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
@@ -146,7 +145,7 @@ def main() -> int:
     prefills = [int(count) for count in filter(None, args.prefill.split(","))]
     room = {
         "batch": max(args.batches),
-        "tokens": max(args.prompt + args.new, *prefills, 0),
+        "tokens": args.prompt + args.new,
         "dtype": getattr(torch, args.dtype),
     }
     first = Decoder(weights, comm, **room, sums=kinds[0], algorithm=args.algorithm, sequence_rows=args.sequence_rows)

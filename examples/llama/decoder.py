@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ import torch_overlap as to
 from llama.weights import LAYER, Weights
 
 Sum = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-# Prompts of at least this many rows are read with sequence parallelism, which is quicker from there on.
-SEQUENCE_ROWS = 1024
+# Prompts of at least this many rows are read with sequence parallelism, which is quicker from there on for an 8B model
+# on two H200s (decode_llama-h200-tp2-2026-11-28.json).
+SEQUENCE_ROWS = 2048
 
 
 class Sums:
@@ -134,7 +136,7 @@ class Decoder:
     def __init__(self, weights: Weights, comm: to.TorchComm, *, batch: int, tokens: int, dtype: torch.dtype,
                  sums: str = "fused", algorithm: str = "auto",
                  sequence_rows: int = SEQUENCE_ROWS) -> None:  # fmt: skip
-        self.shape, self.comm, self.dtype, self.tokens = weights.shape, comm, dtype, tokens
+        self.shape, self.comm, self.dtype = weights.shape, comm, dtype
         self.device, ranks = comm.get_device(), comm.get_size()
         for what in ("kv_heads", "ffn", "vocabulary", "hidden"):
             if getattr(self.shape, what) % ranks != 0:
@@ -143,16 +145,31 @@ class Decoder:
         self.heads, self.kv_heads = self.shape.heads // ranks, self.shape.kv_heads // ranks
         self.width = self.shape.hidden // self.shape.heads
         self.eps = weights.eps
+        self.angles_of = partial(rotation_angles, width=self.width, base=weights.rope_base)
         self.sums = Sums(sums, comm, weights.eps, algorithm)
         self.scattered = ScatteredSums(comm, weights.eps, algorithm)
         self.sequence_rows = sequence_rows
         self.embedding = self._part(weights, "model.embed_tokens.weight", dim=1)
         self.norm = self._whole(weights, "model.norm.weight")
         self.head = self._part(weights, "lm_head.weight", dim=0)
-        self.layers = [self._layer(weights, LAYER.format(i), batch) for i in range(self.shape.layers)]
-        self.angles = rotation_angles(tokens, self.width, weights.rope_base).to(self.device)
+        self.layers = [self._layer(weights, LAYER.format(i)) for i in range(self.shape.layers)]
+        self._make_room(batch, tokens)
+
+    def _make_room(self, batch: int, tokens: int) -> None:
+        self.tokens = tokens
+        self.angles = self.angles_of(tokens).to(self.device)
         self.is_past = torch.ones(tokens, tokens, dtype=torch.bool, device=self.device).tril()
+        sizes = (len(self.layers), 2, batch, self.kv_heads, tokens, self.width)
+        caches = torch.zeros(sizes, device=self.device, dtype=self.dtype)
+        self.layers = [replace(layer, keys=cache[0], values=cache[1])
+                       for layer, cache in zip(self.layers, caches, strict=True)]  # fmt: skip
         self.graphs: dict[int, tuple[Any, Tensor, Tensor, Tensor]] = {}
+
+    def with_room(self, batch: int, tokens: int) -> Decoder:
+        """Returns a decoder with the same weights, and a cache of its own."""
+        other = copy.copy(self)
+        other._make_room(batch, tokens)
+        return other
 
     def with_sums(self, kind: str, algorithm: str = "auto") -> Decoder:
         """Returns a decoder with the same weights and cache, and graphs of its own."""
@@ -170,11 +187,11 @@ class Decoder:
         part = whole.chunk(self.comm.get_size(), dim)[self.comm.get_rank()]
         return part.to(self.device, self.dtype, copy=True).contiguous()
 
-    def _layer(self, weights: Weights, prefix: str, batch: int) -> Layer:
+    def _layer(self, weights: Weights, prefix: str) -> Layer:
         def joined(*names: str) -> Tensor:
             return torch.cat([self._part(weights, f"{prefix}{name}.weight", dim=0) for name in names])
 
-        cache = torch.zeros(2, batch, self.kv_heads, self.tokens, self.width, device=self.device, dtype=self.dtype)
+        nothing = torch.empty(0)
         return Layer(
             norm=self._whole(weights, prefix + "input_layernorm.weight"),
             qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -182,8 +199,8 @@ class Decoder:
             after_norm=self._whole(weights, prefix + "post_attention_layernorm.weight"),
             gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
             down=self._part(weights, prefix + "mlp.down_proj.weight", dim=1),
-            keys=cache[0],
-            values=cache[1],
+            keys=nothing,
+            values=nothing,
         )
 
     # --- Forward
