@@ -40,8 +40,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--prompt", type=int, default=16, help="tokens of a prompt (default: %(default)s)")
     add("--new", type=int, default=32, help="tokens to generate (default: %(default)s)")
     add("--chunk", type=int, default=512, help="tokens of a sequence that prefill reads at once (default: %(default)s)")
-    add("--sequence-rows", type=int, default=SEQUENCE_ROWS,
-        help="rows from which prompts are read with sequence parallelism (default: %(default)s)")  # fmt: skip
+    add("--sequence-rows", type=int,
+        help=f"rows from which prompts are read sequence parallel (default: {SEQUENCE_ROWS} over the ranks)")  # fmt: skip
     add("--prefill", default="", help="also time prompts of these lengths, without and with sequence parallelism")
     add("--sums", default="fused", help=f"forms of the sums, of {', '.join(Sums.KINDS)} (default: %(default)s)")
     add("--algorithm", default="auto", help="of the fused form (default: %(default)s)")
@@ -161,7 +161,7 @@ def main() -> int:
         medians = {kind: [statistics.median(values) for values in zip(*found[1:], strict=True)]
                    for kind, found in times.items()}  # fmt: skip
         rows.append({"model": weights.shape.name, "layers": weights.shape.layers, "dtype": args.dtype, "batch": batch,
-                     "prompt": args.prompt, "chunk": args.chunk, "sequence_rows": args.sequence_rows, "tp": size,
+                     "prompt": args.prompt, "chunk": args.chunk, "sequence_rows": first.sequence_rows, "tp": size,
                      "step_us": {kind: each * 1e6 for kind, (_, each) in medians.items()},
                      "first_token_us": {kind: begin * 1e6 for kind, (begin, _) in medians.items()}})  # fmt: skip
         for kind, (begin, each) in medians.items():

@@ -30,9 +30,9 @@ import torch_overlap as to
 from llama.weights import LAYER, Weights
 
 Sum = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-# Prompts of at least this many rows are read with sequence parallelism, which is quicker from there on for an 8B model
-# on two H200s (decode_llama-h200-tp2-2026-11-28.json).
-SEQUENCE_ROWS = 2048
+# Prompts of this many rows, over the number of ranks, are read with sequence parallelism: from there on it is quicker
+# for an 8B model on two and four H200s (decode_llama-h200-tp2-2026-11-28.json and -tp4-).
+SEQUENCE_ROWS = 4096
 
 
 class Sums:
@@ -131,11 +131,12 @@ class Decoder:
         tokens: of a sequence, prompt included, at most.
         sums: the name of a form of `Sums`.
         sequence_rows: prompts of at least this many rows, divisible by the ranks, are read with sequence parallelism.
+            Default: SEQUENCE_ROWS over the ranks.
     """
 
     def __init__(self, weights: Weights, comm: to.TorchComm, *, batch: int, tokens: int, dtype: torch.dtype,
                  sums: str = "fused", algorithm: str = "auto",
-                 sequence_rows: int = SEQUENCE_ROWS) -> None:  # fmt: skip
+                 sequence_rows: int | None = None) -> None:  # fmt: skip
         self.shape, self.comm, self.dtype = weights.shape, comm, dtype
         self.device, ranks = comm.get_device(), comm.get_size()
         for what in ("kv_heads", "ffn", "vocabulary", "hidden"):
@@ -148,7 +149,7 @@ class Decoder:
         self.angles_of = partial(rotation_angles, width=self.width, base=weights.rope_base)
         self.sums = Sums(sums, comm, weights.eps, algorithm)
         self.scattered = ScatteredSums(comm, weights.eps, algorithm)
-        self.sequence_rows = sequence_rows
+        self.sequence_rows = sequence_rows or SEQUENCE_ROWS // ranks
         self.embedding = self._part(weights, "model.embed_tokens.weight", dim=1)
         self.norm = self._whole(weights, "model.norm.weight")
         self.head = self._part(weights, "lm_head.weight", dim=0)

@@ -1,9 +1,9 @@
 """all_reduce followed by a residual and an RMSNorm, and by the quantization of its result: the end of a layer when
 decoding.
 
-Over NCCL on sm_90 with few tokens (at most 2 MiB of rows on two ranks, 1 MiB on up to four, 256 KiB on more) one kernel
-does it all. Otherwise a kernel for the norm and the quantization, or operators of torch, follow the sum. All ranks get
-the same bits if all have the same residual.
+Over NCCL on sm_90 with few tokens (at most 2 MiB of rows on two ranks, 512 KiB on up to four, 256 KiB on more) one
+kernel does it all. Otherwise a kernel for the norm and the quantization, or operators of torch, follow the sum. All
+ranks get the same bits if all have the same residual.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def matmul_all_reduce_rms_norm(
     """Computes h = residual + all_reduce(x weight^T) + bias, and rms_norm(h) * norm_weight: the end of a layer when
     decoding.
 
-    "sequential" over NCCL on sm_90 with few tokens runs the sum, the residual and the norm as one kernel, which rounds h
-    once. Otherwise a kernel for the norm, or two of
+    "sequential" over NCCL on sm_90 with few tokens runs the sum, the residual and the norm as one kernel, which rounds
+    h once. Otherwise a kernel for the norm, or two of
     torch's, follows the sum.
 
     Args:

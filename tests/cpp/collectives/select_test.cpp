@@ -537,12 +537,12 @@ TEST(PlanNorm, LinesOfTwoRanksThenSimple) {
 TEST(PlanNorm, SmallMessagesAloneAndWhatFits) {
   EXPECT_EQ(norm_plan(4, 16, 16384, CollectiveMode::automatic).protocol, Protocol::ll);
   EXPECT_EQ(norm_plan(4, 16, 16384, CollectiveMode::automatic).row_blocks, 6);
-  EXPECT_EQ(norm_plan(4, 64, 16384, CollectiveMode::automatic).protocol, Protocol::simple);
-  EXPECT_EQ(norm_plan(4, 64, 16384, CollectiveMode::automatic).row_blocks, 2);
+  EXPECT_EQ(norm_plan(4, 32, 16384, CollectiveMode::automatic).protocol, Protocol::simple);
+  EXPECT_EQ(norm_plan(4, 32, 16384, CollectiveMode::automatic).row_blocks, 2);
   // Only the sum: a message too large for a norm in the kernel, a row too long for a cluster, other
   // modes.
-  EXPECT_EQ(norm_plan(4, 65, 16384, CollectiveMode::automatic).row_blocks, 0);
-  EXPECT_EQ(norm_plan(4, 65, 16384, CollectiveMode::automatic).protocol, Protocol::two_shot);
+  EXPECT_EQ(norm_plan(4, 33, 16384, CollectiveMode::automatic).row_blocks, 0);
+  EXPECT_EQ(norm_plan(4, 33, 16384, CollectiveMode::automatic).protocol, Protocol::two_shot);
   EXPECT_EQ(norm_plan(2, 1, 80000, CollectiveMode::ll).row_blocks, 0);
   EXPECT_EQ(norm_plan(2, 3, 16384, CollectiveMode::two_shot).row_blocks, 0);
   EXPECT_FALSE(norm_plan(2, 3, 16384, CollectiveMode::off));

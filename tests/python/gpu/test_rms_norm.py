@@ -213,8 +213,11 @@ class Replay:
             once()
 
 
-SOAKS = pytest.mark.parametrize(("mode", "rows", "n"), [("ll", 2, 8192), ("ll", 40, 4096), ("ll128", 16, 8192), ("ll128", 90, 4096), ("simple", 64, 8192),
-                                                        ("simple", 200, 2048)])  # fmt: skip
+SOAKS = pytest.mark.parametrize(
+    ("mode", "rows", "n"),
+    [("ll", 2, 8192), ("ll", 40, 4096), ("ll128", 16, 8192), ("ll128", 90, 4096), ("simple", 64, 8192),
+     ("simple", 200, 2048)],
+)  # fmt: skip
 
 
 @pytest.mark.slow

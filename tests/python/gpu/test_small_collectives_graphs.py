@@ -16,7 +16,6 @@ from small_cases import (
     WAYS,
     Poison,
     Step,
-    algorithm_used,
     algorithms,
     at_call,
     call_of,
