@@ -1,0 +1,1 @@
+kFp8StaticTensorSym = "float8_e4m3fn, static, per tensor"
