@@ -119,6 +119,7 @@ test-cpp: build
 check:
 	$(or $(PYTHON),$(BASE_PYTHON)) scripts/check_layers.py
 	$(or $(PYTHON),$(BASE_PYTHON)) scripts/check_python_layers.py
+	$(or $(PYTHON),$(BASE_PYTHON)) scripts/check_plugins.py
 	$(or $(PYTHON),$(BASE_PYTHON)) scripts/check_style.py
 
 gpu-test: export FORCE_CUDA = 1

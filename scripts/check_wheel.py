@@ -19,8 +19,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+MODULES = ("torch_overlap_jax.py", "torch_overlap_vllm.py")
 USE = """
 import sys
+from importlib.metadata import entry_points
 import torch, torch_overlap as to
 from torch_overlap.testing import run_ranks
 
@@ -34,6 +36,8 @@ def body(comm):
 if __name__ == "__main__":
     assert to.__file__.startswith(sys.prefix), to.__file__
     assert to.__version__ == sys.argv[1], to.__version__
+    (plugin,) = entry_points(group="vllm.platform_plugins", name="torch_overlap")
+    assert plugin.load()() is None
     for backend in ("local", "gloo"):
         run_ranks(body, 2, backend=backend)
     print("check_wheel:", to.__version__, "works from", to.__file__)
@@ -53,13 +57,13 @@ def check_metadata(wheel: Path) -> str:
         metadata = email.message_from_bytes(archive.read(path))
     folder = path.rpartition("/")[0]
     needed = [
-        *("torch_overlap/_build_info.py", "torch_overlap/_C.pyi", "torch_overlap/py.typed", "torch_overlap_jax.py"),
+        *("torch_overlap/_build_info.py", "torch_overlap/_C.pyi", "torch_overlap/py.typed", *MODULES),
         *("torch_overlap/libtorch_overlap.so", f"{folder}/licenses/LICENSE"),
     ]
     missing = sorted(set(needed) - set(names))
     expect("the files of the wheel", missing, not missing, "none missing")
-    stray = [name for name in names if not name.startswith(("torch_overlap/", f"{folder}/", "torch_overlap_jax.py"))]
-    expect("the top of the wheel", stray, not stray, "torch_overlap and torch_overlap_jax alone")
+    stray = [name for name in names if not name.startswith(("torch_overlap/", f"{folder}/", *MODULES))]
+    expect("the top of the wheel", stray, not stray, f"torch_overlap and {', '.join(MODULES)} alone")
 
     for name, wanted in (("License-Expression", "BSD-3-Clause"), ("Author", "torch_overlap developers")):
         expect(name, metadata[name], metadata[name] == wanted, wanted)

@@ -19,8 +19,9 @@ def modules() -> list[str]:
     names = ["torch_overlap"]
     for package in ("torch_overlap", "torch_overlap.compat", "torch_overlap.tools"):
         for found in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-            is_optional = found.name == "torch_overlap.jax" and importlib.util.find_spec("jax") is None
-            if not found.name.rpartition(".")[2].startswith(("_", "lib")) and not is_optional:
+            needed = {"torch_overlap.jax": "jax", "torch_overlap.compat.vllm": "vllm"}.get(found.name, "torch")
+            is_there = importlib.util.find_spec(needed) is not None
+            if not found.name.rpartition(".")[2].startswith(("_", "lib")) and is_there:
                 names.append(found.name)
     return names
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch._inductor.pattern_matcher as pm
-import vllm.ir.ops
 from torch import Tensor, fx
 from vllm.compilation.passes.fusion.allreduce_rms_fusion import AllReduceFusionPass
 from vllm.compilation.passes.fusion.matcher_utils import MatcherQuantFP8
@@ -23,14 +22,16 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPat
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
+from vllm.ir.ops import fused_add_rms_norm, rms_norm
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
 import torch_overlap
-from torch_overlap.compat.vllm.communicator import OverlapCommunicator
 from torch_overlap.compat.vllm.sizes import max_fused_tokens
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
+
+    from torch_overlap import TorchComm
 
 __all__ = ["FusedAllReducePass", "OverlapPassManager"]
 
@@ -71,13 +72,12 @@ class _Pattern(NamedTuple):
     has_scale: bool
 
 
-def _patterns(comm: str, size: int, quantize: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[_Pattern]:
+def _patterns(comm: str, size: int, quantize: MatcherQuantFP8) -> list[_Pattern]:
     """Returns what is replaced by what. A pattern with more operators comes before one that it contains."""
-    norm, add_norm, all_reduce = vllm.ir.ops.rms_norm, vllm.ir.ops.fused_add_rms_norm, tensor_model_parallel_all_reduce
 
     def quantized(x: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        summed = all_reduce(x)
-        return quantize(norm(summed, weight, epsilon), scale)[0], summed
+        summed = tensor_model_parallel_all_reduce(x)
+        return quantize(rms_norm(summed, weight, epsilon), scale)[0], summed
 
     def fused_quantized(x: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         return call_operator(x, None, weight, epsilon, scale, comm, size)
@@ -85,7 +85,7 @@ def _patterns(comm: str, size: int, quantize: Callable[[Tensor, Tensor], tuple[T
     def added_quantized(
         x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        out, hidden = add_norm(all_reduce(x), residual, weight, epsilon)
+        out, hidden = fused_add_rms_norm(tensor_model_parallel_all_reduce(x), residual, weight, epsilon)
         return quantize(out, scale)[0], hidden
 
     def fused_added_quantized(
@@ -94,14 +94,14 @@ def _patterns(comm: str, size: int, quantize: Callable[[Tensor, Tensor], tuple[T
         return call_operator(x, residual, weight, epsilon, scale, comm, size)
 
     def normed(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        summed = all_reduce(x)
-        return norm(summed, weight, epsilon), summed
+        summed = tensor_model_parallel_all_reduce(x)
+        return rms_norm(summed, weight, epsilon), summed
 
     def fused_normed(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         return call_operator(x, None, weight, epsilon, None, comm, size)
 
     def added(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        out, hidden = add_norm(all_reduce(x), residual, weight, epsilon)
+        out, hidden = fused_add_rms_norm(tensor_model_parallel_all_reduce(x), residual, weight, epsilon)
         return out, hidden
 
     def fused_added(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -147,8 +147,7 @@ class FusedAllReducePass(VllmPatternMatcherPass):  # type: ignore[misc]
         super().__init__(config)
         self.max_tokens = 0
         group: GroupCoordinator = get_tp_group()
-        communicator = group.device_communicator
-        comm = communicator.overlap_comm if isinstance(communicator, OverlapCommunicator) else None
+        comm: TorchComm | None = getattr(group.device_communicator, "overlap_comm", None)
         if comm is None or config.model_config is None or self.model_dtype not in _FUSED_DTYPES:
             return
         self.comm_name, self.comm_size = comm.get_name(), comm.get_size()

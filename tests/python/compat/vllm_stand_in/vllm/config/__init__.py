@@ -6,34 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
-
-@dataclass
-class PassConfig:
-    fuse_allreduce_rms: bool = True
-
-
-@dataclass
-class CompilationConfig:
-    pass_config: PassConfig = field(default_factory=PassConfig)
-    compile_ranges_endpoints: list[int] | None = None
-    custom_ops: list[str] = field(default_factory=list)
-
-
-@dataclass
-class ParallelConfig:
-    tensor_parallel_size: int = 2
-    enable_elastic_ep: bool = False
-
-
-@dataclass
-class ModelConfig:
-    dtype: torch.dtype = torch.bfloat16
-    hidden_size: int = 32
-
-    def get_hidden_size(self) -> int:
-        return self.hidden_size
+from vllm.config.compilation import CompilationConfig
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
 
 
 @dataclass
