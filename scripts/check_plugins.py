@@ -23,7 +23,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "tests" / "python" / "compat"
 # package -> the sources of its plug-in
-PLUGINS = {"vllm": ["torch_overlap_vllm.py", "torch_overlap/compat/vllm"]}
+PLUGINS = {
+    "sglang": ["torch_overlap_sglang.py", "torch_overlap/compat/sglang.py"],
+    "vllm": ["torch_overlap_vllm.py", "torch_overlap/compat/vllm"],
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -79,8 +82,8 @@ class Parameters:
             return f"parameters ({', '.join(ours.positional)}), not ({', '.join(self.positional)})"
         if set(self.keyword_only) - set(ours.names) or self.has_args > ours.has_args or self.has_kwargs > ours.has_kwargs:
             return "it takes fewer arguments"
-        required = [name for name in ours.names if name not in ours.optional]
-        more = [name for name in required if name not in self.names or name in self.optional]
+        lacking = self.optional | (set(ours.names) - set(self.names))
+        more = [name for name in ours.names if name in lacking - ours.optional]
         return f"'{more[0]}' has no default" if more else None
 
 
@@ -158,9 +161,8 @@ class Package:
             above = [self._classes(f"{module}.{base.id}") for base in node.bases if isinstance(base, ast.Name)]
             return [(module, node), *(one for classes in above for one in classes)]
         value = node.value if isinstance(node, ast.Assign) else None
-        choices = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-        names = [choice.id for choice in choices if isinstance(choice, ast.Name)]
-        return next((classes for name in names if (classes := self._classes(f"{module}.{name}"))), [])
+        choice = value.body if isinstance(value, ast.IfExp) else value
+        return self._classes(f"{module}.{choice.id}") if isinstance(choice, ast.Name) else []
 
     def _class_of(self, module: str, annotation: ast.expr | None) -> str:
         for part in _alternatives(annotation):
@@ -176,13 +178,15 @@ class Record:
     def __init__(self, path: Path) -> None:
         self.content = json.loads(path.read_text())
 
-    def fact(self, name: str) -> Fact | None:
-        text = self.content["names"].get(name)
+    def _of(self, kind: str, name: str) -> Fact | None:
+        text = self.content[kind].get(name)
         return None if text is None else Fact(*text.split(" ", 1))
 
+    def fact(self, name: str) -> Fact | None:
+        return self._of("names", name)
+
     def member(self, name: str, member: str) -> Fact | None:
-        text = self.content["members"].get(f"{name}.{member}")
-        return None if text is None else Fact(*text.split(" ", 1))
+        return self._of("members", f"{name}.{member}")
 
     def differences(self, package: Package) -> Iterator[str]:
         """Yields what differs in a package, annotations and defaults aside."""
@@ -208,19 +212,17 @@ class Recorder:
 
     def __init__(self, package: Package) -> None:
         self.package = package
-        self.names: dict[str, str] = {}
-        self.members: dict[str, str] = {}
+        self.facts: dict[str, dict[str, str]] = {"names": {}, "members": {}}
 
     def fact(self, name: str) -> Fact | None:
-        found = self.package.fact(name)
-        if found is not None:
-            self.names[name] = " ".join(found).strip()
-        return found
+        return self._keep("names", name, self.package.fact(name))
 
     def member(self, name: str, member: str) -> Fact | None:
-        found = self.package.member(name, member)
+        return self._keep("members", f"{name}.{member}", self.package.member(name, member))
+
+    def _keep(self, kind: str, name: str, found: Fact | None) -> Fact | None:
         if found is not None:
-            self.members[f"{name}.{member}"] = " ".join(found).strip()
+            self.facts[kind][name] = " ".join(found).strip()
         return found
 
 
@@ -393,8 +395,7 @@ def main(argv: list[str] | None = None) -> int:
             recorder = Recorder(Package(options.record))
             faults += faults_of(package, recorder)
             content = {"package": package, "version": options.version, "commit": options.commit}
-            facts = {"names": recorder.names, "members": recorder.members}
-            path.write_text(json.dumps({**content, **facts}, indent=1, sort_keys=True) + "\n")
+            path.write_text(json.dumps({**content, **recorder.facts}, indent=1, sort_keys=True) + "\n")
         elif options.against is not None:
             faults += faults_of(package, Package(options.against))
             faults += Record(path).differences(Package(options.against))

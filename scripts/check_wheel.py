@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("torch_overlap_jax.py", "torch_overlap_vllm.py")
+MODULES = ("torch_overlap_jax.py", "torch_overlap_sglang.py", "torch_overlap_vllm.py")
 USE = """
 import sys
 from importlib.metadata import entry_points
@@ -36,8 +36,9 @@ def body(comm):
 if __name__ == "__main__":
     assert to.__file__.startswith(sys.prefix), to.__file__
     assert to.__version__ == sys.argv[1], to.__version__
-    (plugin,) = entry_points(group="vllm.platform_plugins", name="torch_overlap")
-    assert plugin.load()() is None
+    for group in ("sglang.srt.platforms", "vllm.platform_plugins"):
+        (plugin,) = entry_points(group=group, name="torch_overlap")
+        assert plugin.load()() is None
     for backend in ("local", "gloo"):
         run_ranks(body, 2, backend=backend)
     print("check_wheel:", to.__version__, "works from", to.__file__)

@@ -19,8 +19,8 @@ def modules() -> list[str]:
     names = ["torch_overlap"]
     for package in ("torch_overlap", "torch_overlap.compat", "torch_overlap.tools"):
         for found in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-            needed = {"torch_overlap.jax": "jax", "torch_overlap.compat.vllm": "vllm"}.get(found.name, "torch")
-            is_there = importlib.util.find_spec(needed) is not None
+            needed = found.name.rpartition(".")[2]  # the package that a module of its name needs
+            is_there = needed not in ("jax", "sglang", "vllm") or importlib.util.find_spec(needed) is not None
             if not found.name.rpartition(".")[2].startswith(("_", "lib")) and is_there:
                 names.append(found.name)
     return names

@@ -1,4 +1,4 @@
-"""The plug-in for vLLM over the stand-in package: what each rank of tests/python/compat/test_vllm.py runs."""
+"""The plug-ins over stand-in packages: what each rank of test_vllm.py and test_sglang.py runs."""
 
 from __future__ import annotations
 
@@ -17,33 +17,31 @@ from torch import Tensor
 
 import torch_overlap as to
 
-STAND_IN = Path(__file__).parent / "vllm_stand_in"
-OURS = "torch_overlap.compat.vllm"
-
-
-def _is_of_vllm(name: str) -> bool:
-    return name.split(".")[0] == "vllm" or name.startswith(OURS)
-
 
 @contextlib.contextmanager
-def stand_in() -> Iterator[None]:
-    """Makes the stand-in importable as `vllm`; afterwards neither it nor the plug-in is left."""
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_of_vllm(name)}
-    sys.path.insert(0, str(STAND_IN))
+def stand_in(package: str = "vllm") -> Iterator[None]:
+    """Makes the stand-in importable as the package; afterwards neither it nor the plug-in is left."""
+    folder, ours = str(Path(__file__).parent / f"{package}_stand_in"), f"torch_overlap.compat.{package}"
+
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] == package or name.startswith(ours)]
+
+    before = {name: sys.modules.pop(name) for name in loaded()}
+    sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        sys.path.remove(str(STAND_IN))
-        for name in [name for name in sys.modules if _is_of_vllm(name)]:
+        sys.path.remove(folder)
+        for name in loaded():
             del sys.modules[name]
-        vars(importlib.import_module("torch_overlap.compat")).pop("vllm", None)
+        vars(importlib.import_module("torch_overlap.compat")).pop(package, None)
         sys.modules.update(before)
         importlib.invalidate_caches()
 
 
 def plug_in(name: str) -> ModuleType:
-    return importlib.import_module(f"{OURS}.{name}")
+    return importlib.import_module(f"torch_overlap.compat.vllm.{name}")
 
 
 @contextlib.contextmanager
@@ -159,3 +157,17 @@ def unserved_groups(rank: int, size: int, store: Any) -> None:
         assert is_served("tp:2")
         assert "vllm.tp:2" not in to.comm_names()
     dist.destroy_process_group()
+
+
+def sglang_groups(rank: int, size: int, store: Any) -> None:
+    """Checks a group of the backend that the platform names, as SGLang makes it."""
+    with stand_in("sglang"):
+        platform = importlib.import_module("torch_overlap.compat.sglang").OverlapPlatform()
+        backend = platform.get_torch_distributed_backend_str()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        made = dist.new_group(list(range(size)), backend=backend, group_desc="tp:device")
+        x = torch.full((3,), float(rank + 1))
+        dist.all_reduce(x, group=made)
+        same(x, torch.full((3,), size * (size + 1) / 2))
+        assert to.comm_from_group(made, "cpu").get_size() == size
+        dist.destroy_process_group()

@@ -18,7 +18,8 @@ check_metadata = runpy.run_path(str(ROOT / "scripts" / "check_wheel.py"))["check
 FOLDER = "torch_overlap-1.2.dist-info"
 FILES = [
     *("torch_overlap/_build_info.py", "torch_overlap/_C.pyi", "torch_overlap/py.typed", "torch_overlap_jax.py"),
-    *("torch_overlap_vllm.py", "torch_overlap/libtorch_overlap.so", f"{FOLDER}/licenses/LICENSE"),
+    *("torch_overlap_sglang.py", "torch_overlap_vllm.py"),
+    *("torch_overlap/libtorch_overlap.so", f"{FOLDER}/licenses/LICENSE"),
 ]
 METADATA = [
     "Version: 1.2",
