@@ -32,10 +32,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Fact(NamedTuple):
-    """What is known of a name or of a member of a class."""
+    """A name, or a member of a class, as its source has it."""
 
     kind: str  # "module", "class", "function", "static", "attribute" or "value"
-    text: str = ""  # of a function: its parameters; of an attribute: the class of the package that it has, in dots
+    text: str = ""  # parameters of a function, or the class of the package that an attribute has
 
 
 class Parameters:
@@ -80,7 +80,11 @@ class Parameters:
             return None
         if ours.positional[: len(self.positional)] != self.positional:
             return f"parameters ({', '.join(ours.positional)}), not ({', '.join(self.positional)})"
-        if set(self.keyword_only) - set(ours.names) or self.has_args > ours.has_args or self.has_kwargs > ours.has_kwargs:
+        if (
+            set(self.keyword_only) - set(ours.names)
+            or self.has_args > ours.has_args
+            or self.has_kwargs > ours.has_kwargs
+        ):
             return "it takes fewer arguments"
         lacking = self.optional | (set(ours.names) - set(self.names))
         more = [name for name in ours.names if name in lacking - ours.optional]
@@ -95,7 +99,7 @@ class Package:
         self._trees: dict[str, ast.Module | None] = {}
 
     def fact(self, name: str) -> Fact | None:
-        """Returns what is known of a name in dots."""
+        """Returns the fact of a name in dots."""
         found = self._find(*name.rpartition(".")[::2])
         if found is None:
             is_module = self._path(name) is not None or self.folder.joinpath(*name.split(".")).is_dir()
@@ -105,7 +109,7 @@ class Package:
         return Fact("class") if self._classes(name) else Fact("value")
 
     def member(self, name: str, member: str) -> Fact | None:
-        """Returns what is known of a method or an attribute of the class `name`, which a base may have."""
+        """Returns the fact of a method or an attribute of the class `name`, or of one of its bases."""
         for module, node in self._classes(name):
             for statement in node.body:
                 if isinstance(statement, Function) and statement.name == member:
@@ -268,9 +272,8 @@ class Reader:
                     self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                     if self.facts.fact(f"{node.module}.{alias.name}") is None:
                         self._fault(node, f"{node.module} has no '{alias.name}'")
-            elif isinstance(node, ast.Import):
-                self.names.update({self.package: self.package for alias in node.names
-                                   if alias.name.split(".")[0] == self.package})  # fmt: skip
+            elif isinstance(node, ast.Import) and any(a.name.split(".")[0] == self.package for a in node.names):
+                self.names[self.package] = self.package
         self._visit(tree, {}, "")
         return self.faults
 
@@ -356,9 +359,9 @@ class Reader:
             if self.facts.member(owner, member) is None:
                 self._fault(node, f"{owner} has no '{member}'")
         owner = self._type_of(node.value, types, base)
-        if owner and not (owner == base and node.attr in self._own_members()):
-            if self.facts.member(owner, node.attr) is None:
-                self._fault(node, f"{owner} has no '{node.attr}'")
+        is_ours = owner == base and node.attr in self._own_members()
+        if owner and not is_ours and self.facts.member(owner, node.attr) is None:
+            self._fault(node, f"{owner} has no '{node.attr}'")
 
     def _own_members(self) -> set[str]:
         """Returns the names that classes of this source define, in their bodies or on `self`."""

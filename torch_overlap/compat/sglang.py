@@ -9,7 +9,8 @@ import importlib.util
 
 if importlib.util.find_spec("sglang") is None:
     raise ImportError(
-        "torch_overlap.compat.sglang: expected SGLang to be installed, got none. Run: pip install 'torch_overlap[sglang]'"
+        "torch_overlap.compat.sglang: expected SGLang to be installed, got none. "
+        "Run: pip install 'torch_overlap[sglang]'"
     )
 
 from sglang.srt.platforms.cuda import CudaSRTPlatform

@@ -16,7 +16,7 @@ import torch_overlap_sglang as entry
 from torch_overlap.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-import vllm_cases as cases  # noqa: E402
+import vllm_cases as cases
 
 
 def missing(name: str) -> str:
@@ -41,7 +41,9 @@ def test_the_entry_point_imports_nothing_until_it_is_selected() -> None:
         "assert not {'torch', 'torch_overlap', 'sglang'} & set(sys.modules)"
     )
     environment = {"SGLANG_PLATFORM": "other"}
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3], env=environment, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3], env=environment, timeout=60
+    )
 
 
 def test_the_plug_in_applies_if_it_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:

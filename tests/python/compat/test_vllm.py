@@ -17,7 +17,7 @@ import torch_overlap_vllm as entry
 from torch_overlap.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-import vllm_cases as cases  # noqa: E402
+import vllm_cases as cases
 
 sys.path.pop(0)
 

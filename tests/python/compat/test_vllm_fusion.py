@@ -11,7 +11,7 @@ import torch
 from torch_overlap.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-import vllm_fusion_cases as cases  # noqa: E402
+import vllm_fusion_cases as cases
 
 
 def run(case: str, *args: object) -> None:

@@ -45,7 +45,9 @@ def _double(
     out = (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
     if quantize == "none":
         return out, x.new_empty(0, dtype=torch.float32), hidden
-    assert quantize == "tensor" and scale is not None and scale.shape == (1,) and scale.dtype == torch.float32
+    assert quantize == "tensor"
+    assert scale is not None
+    assert (scale.shape, scale.dtype) == ((1,), torch.float32)
     return (out.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale.reciprocal(), hidden
 
 
@@ -155,9 +157,7 @@ def quantized(rank: int, size: int, store: Any, seed: int, custom_ops: tuple[str
         weights = [s.draw(HIDDEN).to(s.dtype) for _ in range(2)]
         scales = [torch.tensor(0.02), torch.tensor([0.005])]
 
-        def model(
-            x: Tensor, y: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor]:
+        def model(x: Tensor, y: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             residual = s.sum(x)
             one = s.quantize(s.ir.rms_norm(residual, a, 1e-5), p)[0]
             out, residual = s.ir.fused_add_rms_norm(s.sum(y), residual, b, 1e-6)

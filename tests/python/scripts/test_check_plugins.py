@@ -37,7 +37,7 @@ MISTAKES = {
         "fusion.py", "super().__init__(config)", "super().__init__()", "__init__: 'config' is not passed",
     ),
     "attribute of the base": ("communicator.py", "self.rank_in_group", "self.rank_of_group", "no 'rank_of_group'"),
-    "method of the base": ("fusion.py", "self.dump_patterns(config, ", "self.dump_patterns(", "'pm_pass' is not passed"),
+    "method of the base": ("fusion.py", "self.dump_patterns(config, ", "self.dump_patterns(", "'pm_pass' is not"),
     "static method": ("fusion.py", "@VllmInductorPass.time_and_log", "@VllmInductorPass.timed", "no 'timed'"),
     "imported name": ("fusion.py", "get_tp_group", "get_group", "vllm.distributed has no 'get_group'"),
     "argument of a function": ("fusion.py", "check_compile=False", "checked=False", "there is no parameter 'checked'"),
@@ -46,7 +46,7 @@ MISTAKES = {
     "attribute of an annotated parameter": (
         "platform.py", "parallel_config.enable_elastic_ep", "parallel_config.elastic_ep", "no 'elastic_ep'",
     ),
-    "attribute of a local name": ("platform.py", "pass_config.fuse", "pass_config.no_fuse", "no 'no_fuse_allreduce_rms'"),
+    "attribute of a local name": ("platform.py", "pass_config.fuse", "pass_config.no_fuse", "no 'no_fuse"),
     "constant of a module": ("communicator.py", "envs.VLLM_BATCH_INVARIANT", "envs.VLLM_X", "envs has no 'VLLM_X'"),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import vllm.envs
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
 from torch_overlap import ops
@@ -65,7 +66,7 @@ class OverlapCommunicator(CudaCommunicator):  # type: ignore[misc]
             _BACKENDS[self.device.type],
             self.device,
             f"vllm.{unique_name}",
-            store=dist.PrefixStore(f"torch_overlap/{unique_name}", cpu_group.get_group_store()),
+            store=PrefixStore(f"torch_overlap/{unique_name}", cpu_group.get_group_store()),
             rank=self.rank_in_group,
             size=self.world_size,
         )

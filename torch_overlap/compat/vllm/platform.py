@@ -25,7 +25,7 @@ class OverlapPlatform(CudaPlatform):  # type: ignore[misc]
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """Returns the name of our communicator class, or of vLLM's for elastic expert parallelism, which requires it."""
+        """Returns the name of our communicator class; that of vLLM's for elastic expert parallelism, which needs it."""
         from vllm.config import get_current_vllm_config_or_none
 
         config: VllmConfig | None = get_current_vllm_config_or_none()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from stand_in_operators import ALL_REDUCE
 from torch import Tensor
+
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
 
