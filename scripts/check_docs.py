@@ -21,6 +21,7 @@ REASONS: dict[str, str] = {
     "_build_info.py": "the build writes it",
     "torch_overlap.backends": "a group of entry points of other packages",
     "torch_overlap.compile": "a logger",
+    "torch_overlap.vllm": "a logger",
 }
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
