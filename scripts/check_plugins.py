@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -359,11 +360,12 @@ class Reader:
             if self.facts.member(owner, member) is None:
                 self._fault(node, f"{owner} has no '{member}'")
         owner = self._type_of(node.value, types, base)
-        is_ours = owner == base and node.attr in self._own_members()
+        is_ours = owner == base and node.attr in self.own_members
         if owner and not is_ours and self.facts.member(owner, node.attr) is None:
             self._fault(node, f"{owner} has no '{node.attr}'")
 
-    def _own_members(self) -> set[str]:
+    @functools.cached_property
+    def own_members(self) -> set[str]:
         """Returns the names that classes of this source define, in their bodies or on `self`."""
         found: set[str] = set()
         for node in ast.walk(ast.parse(self.path.read_text())):
