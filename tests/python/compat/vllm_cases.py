@@ -79,9 +79,9 @@ def collectives(rank: int, size: int, store: Any, seed: int) -> None:
             parts = parts_of(rank, size, (3, 2 * size, 5), dtype, seed)
             x, total = parts[rank].clone(), torch.stack(parts).sum(0).to(dtype)
             same(made.all_reduce(x), total)
-            for dim in (-3, -2, -1, 0, 1, 2):
+            for dim in (-3, -2, -1, 0, 1, 2) if dtype == torch.bfloat16 else (1,):
                 same(made.all_gather(x, dim), torch.cat(parts, dim))
-            for dim in (1, -2):
+            for dim in (1, -2) if dtype == torch.bfloat16 else (1,):
                 same(made.reduce_scatter(x, dim), total.chunk(size, dim)[rank].contiguous())
             same(made.all_gather(x), torch.cat(parts, -1))
             same(made.reduce_scatter(x.movedim(1, 2)), total.movedim(1, 2).chunk(size, -1)[rank].contiguous())
