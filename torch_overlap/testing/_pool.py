@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,26 +16,25 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO, Any
 
 from torch_overlap.testing._body import Job, Task
+from torch_overlap.testing._forkserver import START_SECONDS, ForkServer
 from torch_overlap.testing._report import Outcome
 
-START_SECONDS = 180.0  # includes importing torch on a loaded machine
 GRACE_SECONDS = 15.0  # time that the other ranks have after the first failure
 LOG_BYTES = 8000
+NUM_SERVERS = 2  # forks have the hash seed of their server: sets of neighbours iterate in different orders
+# Ranks are likely to need what this process has imported of these.
+PRELOADED = ("pytest", "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx")
 
 
 class Worker:
     """One process, its pipe and the file with its output."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: ForkServer) -> None:
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
-        ours, theirs = Pipe()
-        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(p or os.getcwd() for p in sys.path))
-        argv = [sys.executable, "-u", "-m", "torch_overlap.testing._worker", str(theirs.fileno())]
-        self.process = subprocess.Popen(
-            argv, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log
-        )
-        theirs.close()
-        self.pipe: Connection[Any, Any] = ours
+        self.pipe: Connection[Any, Any]
+        self.pipe, theirs = Pipe()
+        with theirs:
+            self.process = server.fork(None, self.log.fileno(), theirs.fileno())
         self.ready = False
         self.log_start = 0
 
@@ -62,20 +59,18 @@ class Worker:
 
     def stacks(self) -> str:
         """Returns the stacks of its Python threads."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
+        self.process.send_signal(signal.SIGUSR1)
         time.sleep(0.3)
         return self.printed()
 
     def end(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self.process.wait(10)
-            return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return "closed its pipe"
+        code = self.process.wait(10)
+        if code is None:
+            return "closed its pipe"
+        return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
         self.pipe.close()
         self.log.close()
 
@@ -83,13 +78,19 @@ class Worker:
 class Pool:
     def __init__(self) -> None:
         self._workers: list[Worker] = []
+        self._servers: dict[int, ForkServer] = {}
         self._store: Any = None
-        atexit.register(self.close)
+        atexit.register(self._end)
 
     def close(self) -> None:
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
+
+    def _end(self) -> None:
+        self.close()
+        for server in self._servers.values():
+            server.kill()
 
     def run(self, make_task: Callable[[int, int], Task], job: Job) -> dict[int, Outcome]:
         """Runs each rank's task in its own process. Afterwards every process is idle, or the pool is replaced."""
@@ -136,6 +137,13 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return healthy
 
+    def _ensure_servers(self, size: int) -> dict[int, ForkServer]:
+        for number in range(min(size, NUM_SERVERS)):
+            if number not in self._servers or not self._servers[number].is_running():
+                loaded = [name for name in PRELOADED if name in sys.modules]
+                self._servers[number] = ForkServer(["-m", "torch_overlap.testing._worker", *loaded])
+        return self._servers
+
     def _ensure_workers(self, size: int) -> int:
         """Ensures at least `size` processes, and returns the port of their rendezvous store."""
         import torch.distributed as c10d
@@ -146,9 +154,10 @@ class Pool:
             self._store = dist.TCPStore(
                 "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_SECONDS)
             )
-        while len(self._workers) < size:
-            self._workers.append(Worker())
+        servers = self._ensure_servers(size)
         try:
+            while len(self._workers) < size:
+                self._workers.append(Worker(servers[len(self._workers) % NUM_SERVERS]))
             for worker in self._workers[:size]:
                 worker.await_ready()
         except BaseException:

@@ -12,7 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 from torch_overlap.testing._body import Job, environment, run_body
-from torch_overlap.testing._pool import GRACE_SECONDS, START_SECONDS
+from torch_overlap.testing._forkserver import START_SECONDS
+from torch_overlap.testing._pool import GRACE_SECONDS
 from torch_overlap.testing._report import Outcome
 
 VARIABLE = "TORCH_OVERLAP_TEST_RANKS"

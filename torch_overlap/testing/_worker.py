@@ -1,9 +1,10 @@
-"""A rank process: `python -m torch_overlap.testing._worker <fd>` serves calls from the pipe until it closes."""
+"""Rank processes: `python -m torch_overlap.testing._worker <module>... <fd>` imports torch and the modules, and forks
+one for each request from the socket. Each serves calls from its pipe until it closes."""
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
+import importlib
 import importlib.util
 import pickle
 import signal
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from torch_overlap.testing._body import Task, environment, run_body
+from torch_overlap.testing._forkserver import serve_forks
 from torch_overlap.testing._report import Outcome
 
 _loaded: dict[str, tuple[float, ModuleType]] = {}
@@ -56,17 +58,12 @@ def run_task(task: Task) -> Outcome:
         return Outcome(False, error=traceback.format_exc())
 
 
-def main() -> None:
-    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+def serve(pipe: Connection[Any, Any]) -> None:
+    import torch
+
     faulthandler.enable()
     # The parent requests the stacks of a hanging rank by this signal.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    import torch
-
-    import torch_overlap  # noqa: F401  (imported once, before the first call)
-
     torch.set_num_threads(1)
     pipe.send("ready")
     while True:
@@ -81,6 +78,14 @@ def main() -> None:
             data = pickle.dumps(Outcome(False, error=traceback.format_exc()))
         sys.stdout.flush()
         pipe.send_bytes(data)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    *names, fd = sys.argv[1:]
+    for name in names:
+        importlib.import_module(name)
+    serve_forks(int(fd), lambda _, fds: serve(Connection(fds[0])))
 
 
 if __name__ == "__main__":
