@@ -1,20 +1,43 @@
 """Starts programs for a test, and finds the processes that they leave."""
 
+import atexit
+import functools
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import IO
+
+from torch_overlap.testing._forkserver import ForkedProcess, ForkServer
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 SECONDS = 300
 MARK = "TORCH_OVERLAP_TEST_RUN"
+
+
+class Program:
+    """A program that runs in a fork of a process that has imported torch."""
+
+    def __init__(self, process: ForkedProcess, output: IO[bytes]) -> None:
+        self._process, self._output = process, output
+        self.send_signal, self.kill = process.send_signal, process.kill
+
+    def wait(self, seconds: float = SECONDS) -> int:
+        """Returns the exit status."""
+        code = self._process.wait(seconds)
+        assert code is not None, f"the program did not end in {seconds} s:\n{self.printed()}"
+        return code
+
+    def printed(self) -> str:
+        return os.pread(self._output.fileno(), 1 << 24, 0).decode(errors="replace")
 
 
 class Launcher:
@@ -23,21 +46,49 @@ class Launcher:
 
     def __init__(self) -> None:
         self.mark = f"{MARK}={uuid.uuid4()}"
+        self.forks: list[Program] = []
+
+    def fork(self, program: Path, *arguments: object, output: IO[bytes] | None = None, **variables: str) -> Program:
+        """Starts a program in a fork, without a GPU."""
+        env = self.environment(gpu=False, **variables)
+        output = tempfile.TemporaryFile() if output is None else output  # noqa: SIM115
+        request = {"argv": [str(program), *map(str, arguments)], "env": env}
+        self.forks.append(Program(server().fork(request, output.fileno()), output))
+        return self.forks[-1]
+
+    def fork_ranks(self, ranks: int, program: str, *arguments: object) -> list[Program]:
+        """Starts the ranks of a program as torchrun would. All print to one file."""
+        output, port = tempfile.TemporaryFile(), free_port()  # noqa: SIM115
+        return [
+            self.fork(EXAMPLES / program, *arguments, output=output, RANK=str(rank), WORLD_SIZE=str(ranks),
+                      LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            for rank in range(ranks)
+        ]  # fmt: skip
+
+    def run_ranks(self, ranks: int, program: str, *arguments: object) -> tuple[int, str]:
+        """Returns the exit code and the output of all ranks."""
+        started = self.fork_ranks(ranks, program, *arguments)
+        codes = [process.wait() for process in started]
+        return max(codes, key=abs), started[0].printed()
 
     def start(
         self, command: list[str], *, gpu: bool = False, output: Path | None = None, **variables: str
     ) -> "subprocess.Popen[str]":
         """Starts `command`. `output` is the file to print to; without it, stdout is a pipe, which the caller must
         read."""
+        env = self.environment(gpu, **variables)
+        with nullcontext(subprocess.PIPE) if output is None else output.open("w") as stdout:
+            return subprocess.Popen(
+                command, env=env, stdout=stdout, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            )
+
+    def environment(self, gpu: bool, **variables: str) -> dict[str, str]:
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         env[MARK] = self.mark.removeprefix(f"{MARK}=")
         if not gpu:
             env["CUDA_VISIBLE_DEVICES"] = ""
-        with nullcontext(subprocess.PIPE) if output is None else output.open("w") as stdout:
-            return subprocess.Popen(
-                command, env=env, stdout=stdout, stderr=subprocess.STDOUT, text=True, start_new_session=True
-            )
+        return env
 
     def torchrun_command(self, ranks: int, program: str, *arguments: object) -> list[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -67,11 +118,20 @@ class Launcher:
         return True
 
     def kill_all(self) -> None:
+        for program in self.forks:
+            program.kill()
         while found := self.running():  # again: one of them may have started another
             for pid in found:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
+
+
+@functools.cache
+def server() -> ForkServer:
+    started = ForkServer([str(Path(__file__).with_name("program_server.py"))])
+    atexit.register(started.kill)
+    return started
 
 
 def free_port() -> int:

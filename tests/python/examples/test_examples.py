@@ -30,10 +30,9 @@ def test_the_first_one_runs_under_torchrun_on_two_cpu_ranks(launcher):
 
 @pytest.mark.parametrize("name", [*LADDER, "train_gpt.py"])
 def test_without_a_launcher_it_says_so_in_one_line(launcher, name):
-    process = launcher.start([sys.executable, str(EXAMPLES / name)])
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 1, output
-    assert re.fullmatch(r".*torchrun.*\n", output), output
+    process = launcher.fork(EXAMPLES / name)
+    assert process.wait() == 1, process.printed()
+    assert re.fullmatch(r".*torchrun.*\n", process.printed()), process.printed()
 
 
 @pytest.mark.gpu(2)

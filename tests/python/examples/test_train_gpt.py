@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import free_port
 
 from torch_overlap.testing import run_ranks
 
@@ -45,7 +44,7 @@ def assert_trained_and_checked(code: int, output: str, out: Path, *, steps: int,
 def test_trains_and_equals_one_rank(launcher, tmp_path, ranks, algorithm, dtype, tolerance):
     pytest.importorskip("matplotlib")
     arguments = ("--steps", 40, "--algorithm", algorithm, "--dtype", dtype, "--out", tmp_path)
-    code, output = launcher.torchrun(ranks, PROGRAM, *SMALL, *arguments)
+    code, output = launcher.run_ranks(ranks, PROGRAM, *SMALL, *arguments)
     assert_trained_and_checked(code, output, tmp_path, steps=20, tolerance=tolerance)
 
 
@@ -54,7 +53,7 @@ def test_trains_and_equals_one_rank(launcher, tmp_path, ranks, algorithm, dtype,
 def test_every_way_to_overlap_trains_and_equals_one_rank(launcher, tmp_path, overlap):
     pytest.importorskip("matplotlib")
     arguments = ("--steps", 30, "--check-steps", 10, "--overlap", overlap, "--out", tmp_path)
-    code, output = launcher.torchrun(2, PROGRAM, *SMALL, *arguments)
+    code, output = launcher.run_ranks(2, PROGRAM, *SMALL, *arguments)
     assert_trained_and_checked(code, output, tmp_path, steps=10, tolerance=1e-3)
 
 
@@ -67,7 +66,7 @@ def test_the_plain_model_on_a_mesh_equals_one_rank(launcher, tmp_path, ranks, me
     """The losses equal those of the model that communicates by hand, on one rank."""
     pytest.importorskip("matplotlib")
     arguments = ("--steps", 30, "--check-steps", 20, "--mesh", mesh, "--overlap", overlap, "--out", tmp_path)
-    code, output = launcher.torchrun(ranks, PROGRAM, *SMALL, "--dtype", dtype, *arguments)
+    code, output = launcher.run_ranks(ranks, PROGRAM, *SMALL, "--dtype", dtype, *arguments)
     assert_trained_and_checked(code, output, tmp_path, steps=20, tolerance=tolerance)
 
 
@@ -144,10 +143,10 @@ def validation_loss(output: str) -> float:
 def test_training_on_8_bit_floats_ends_near_bfloat16(launcher, tmp_path):
     """The losses are within 0.15, less than the effect of some more training or of another seed."""
     sizes = (*SMALL, "--dim", 64)  # 32 features of each rank
-    arguments = (*sizes, "--steps", 80, "--dtype", "bfloat16", "--check-steps", 10, "--out", tmp_path)
+    arguments = (*sizes, "--steps", 40, "--dtype", "bfloat16", "--check-steps", 10, "--out", tmp_path)
     losses = {}
     for fp8 in ("none", "current", "delayed", "mxfp8", "block"):
-        code, output = launcher.torchrun(2, PROGRAM, *arguments, "--fp8", fp8)
+        code, output = launcher.run_ranks(2, PROGRAM, *arguments, "--fp8", fp8)
         assert code == 0, output
         assert "10 steps equal within" in output
         losses[fp8] = validation_loss(output)
@@ -178,14 +177,14 @@ def test_trains_on_two_gpus_and_equals_one(launcher, tmp_path, extra):
 def test_fails_and_names_the_step_where_the_runs_part(launcher, tmp_path):
     """A learning rate at which every rounding error leads to another training."""
     arguments = ("--steps", 8, "--check-steps", 8, "--rate", 2, "--out", tmp_path)
-    code, output = launcher.torchrun(2, PROGRAM, *SMALL, *arguments)
+    code, output = launcher.run_ranks(2, PROGRAM, *SMALL, *arguments)
     assert code != 0
     assert re.search(r"float32: expected loss \S+ within 0.001 at step \d, got \S+; ", output), output
 
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run(launcher, tmp_path):
-    code, output = launcher.torchrun(2, PROGRAM, *SMALL, "--steps", 8, "--rate", 1e30, "--out", tmp_path)
+    code, output = launcher.run_ranks(2, PROGRAM, *SMALL, "--steps", 8, "--rate", 1e30, "--out", tmp_path)
     assert code != 0
     assert re.search(r"train_gpt: expected finite losses, got (nan|inf) at step \d; lower --rate", output), output
 
@@ -208,16 +207,8 @@ def test_ctrl_c_ends_torchrun_and_all_ranks(launcher, tmp_path, after):
 
 
 def start_two_ranks(launcher, out: Path):
-    port = free_port()
-    ranks = [
-        launcher.start(
-            [sys.executable, str(TRAIN_GPT), *map(str, SMALL), "--steps", "100000", "--out", str(out)],
-            RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    wait_for_line(ranks[0], r"step +1/")
+    ranks = launcher.fork_ranks(2, PROGRAM, *SMALL, "--steps", 100_000, "--out", out)
+    wait_until(lambda: re.search(r"^step +1/", ranks[0].printed(), re.MULTILINE))
     return ranks
 
 
@@ -230,21 +221,21 @@ def test_ctrl_c_ends_each_rank_with_130(launcher, tmp_path, at):
             process.send_signal(signal.SIGINT)
     else:
         ranks[1].send_signal(signal.SIGINT)
-        ranks[1].wait(SECONDS)  # rank 0 may notice that it has left before its own signal
+        ranks[1].wait()  # rank 0 may notice that it has left before its own signal
         ranks[0].send_signal(signal.SIGINT)
-    outputs = [process.communicate(timeout=SECONDS)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [130, 130], outputs
-    assert "SIGINT: ending all ranks" in outputs[0]
-    assert not any("Traceback" in output for output in outputs), outputs
+    codes = [process.wait() for process in ranks]
+    output = ranks[0].printed()
+    assert codes == [130, 130], output
+    assert "SIGINT: ending all ranks" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_an_error_of_the_other(launcher, tmp_path):
     ranks = start_two_ranks(launcher, tmp_path)
     ranks[1].kill()
-    output, _ = ranks[0].communicate(timeout=SECONDS)
-    assert ranks[0].returncode not in (0, 130), output
-    assert "rank 1" in output
+    assert ranks[0].wait() not in (0, 130), ranks[0].printed()
+    assert "rank 1" in ranks[0].printed()
 
 
 def wait_for_line(process, pattern: str) -> None:

@@ -1,0 +1,28 @@
+"""Runs Python programs for the launcher in forks of this process, which has imported what they all need."""
+
+import os
+import runpy
+import signal
+import sys
+from contextlib import suppress
+from typing import Any
+
+from torch_overlap.testing._forkserver import serve_forks
+
+
+def run(request: dict[str, Any], fds: list[int]) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.argv = request["argv"]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401  (the first step of an optimizer does)
+
+    with suppress(ImportError):
+        import matplotlib.pyplot  # noqa: F401
+    serve_forks(int(sys.argv[1]), run)
