@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "conformance" / "conformance.py"
 @pytest.mark.parametrize("configuration", ["3-ranks", "4-ranks", "8-ranks", "all-to-all"])
 def test_suite_of_torch(launcher, configuration):
     pytest.importorskip("expecttest", reason="torch's test base needs it: pip install expecttest")
-    process = launcher.start([sys.executable, str(PROGRAM), "--known", "--configuration", configuration])
+    process = launcher.start([sys.executable, str(PROGRAM), "--known", "--configuration", configuration, "--jobs", "1"])
     output, _ = process.communicate()
     assert process.returncode == 0, output
 

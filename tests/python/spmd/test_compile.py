@@ -204,8 +204,12 @@ NAMES = list(CASES)
 GROUPS = [NAMES[i::4] for i in range(4)]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("names", GROUPS, ids=["0", "1", "2", "3"])
+# "aot_eager" compiles what "eager" runs: a quarter of the cases is enough for the latter.
+@pytest.mark.parametrize(
+    ("names", "backend"),
+    [pytest.param(names, "aot_eager", id=f"{i}-aot_eager") for i, names in enumerate(GROUPS)]
+    + [pytest.param(GROUPS[0], "eager", id="0-eager")],
+)
 def test_values_and_gradients(names, backend, seed):
     run_ranks(cases_rank, 2, names, backend, seed, backend="gloo", timeout=280)
 
