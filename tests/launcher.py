@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO
@@ -20,6 +21,7 @@ from torch_overlap.testing._forkserver import ForkedProcess, ForkServer
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 SECONDS = 300
+RUN_SECONDS = 120
 MARK = "TORCH_OVERLAP_TEST_RUN"
 
 
@@ -132,6 +134,29 @@ def server() -> ForkServer:
     started = ForkServer([str(Path(__file__).with_name("program_server.py"))])
     atexit.register(started.kill)
     return started
+
+
+def run_code(code: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Runs `python -c code` in a fork of a process that has imported torch."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    pipes = os.pipe(), os.pipe()  # no files: the code may limit their size
+    process = server().fork({"argv": ["-c"], "code": code, "env": env}, *(write for _, write in pipes))
+    for _, write in pipes:
+        os.close(write)
+    with ThreadPoolExecutor(len(pipes)) as pool:
+        reads = [pool.submit(read_all, read) for read, _ in pipes]
+        try:
+            status = process.wait(RUN_SECONDS)
+        finally:
+            process.kill()
+        printed = [read.result() for read in reads]
+    assert status is not None, f"the code did not end in {RUN_SECONDS} s:\n{printed}"
+    return subprocess.CompletedProcess(["-c"], status, *printed)
+
+
+def read_all(fd: int) -> str:
+    with os.fdopen(fd, "rb") as pipe:
+        return pipe.read().decode(errors="replace")
 
 
 def free_port() -> int:

@@ -5,19 +5,28 @@ import runpy
 import signal
 import sys
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 from torch_overlap.testing._forkserver import serve_forks
 
 
 def run(request: dict[str, Any], fds: list[int]) -> None:
+    """Runs a program, or code as `python -c` does. The second file is for stderr."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = request["argv"]
-    sys.path.insert(0, os.path.dirname(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    for fd in fds:
+        os.dup2(fd, 2)
+        os.close(fd)
+    if "code" in request:
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(request["code"], "<string>", "exec"), vars(main))
+    else:
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

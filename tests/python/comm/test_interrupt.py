@@ -1,10 +1,9 @@
 """Signals, such as Ctrl-C, while a call blocks: each in a process whose ranks' peer never calls."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from launcher import run_code
 
 COMMON = """
 import os, signal, tempfile, threading
@@ -55,8 +54,7 @@ def gloo(**options):
 
 
 def run(code: str) -> None:
-    program = COMMON + textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = run_code(COMMON + textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "to the end\n"
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launcher import run_code
 
 HEAD = """
 import json, os, signal, sys, time
@@ -45,18 +46,8 @@ for t in threads: t.join()
 """
 
 
-def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_a_timeout_dumps_before_the_abort_hooks_and_the_end(tmp_path: Path) -> None:
-    result = run(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    result = run_code(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert result.returncode == -signal.SIGABRT
     files = [str(tmp_path / name) for name in ("t_0", "t_1")]
     steps = ["flight recorder: wrote", f"abort hook sees {files}", "Aborting process due to timeout"]
@@ -71,7 +62,7 @@ def test_a_timeout_dumps_before_the_abort_hooks_and_the_end(tmp_path: Path) -> N
 
 
 def test_the_end_says_what_happened_where_python_waits_and_how_to_turn_it_off(tmp_path: Path) -> None:
-    lines = run(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_")).stderr.splitlines()
+    lines = run_code(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_")).stderr.splitlines()
     assert any(re.match(r"\[torch_overlap\] all_reduce #\d+ on 'l': .*500 ms", line) for line in lines), lines
     stacks = [line for line in lines if "Thread 0x" in line or "thread 0x" in line]
     assert len(stacks) >= 3, lines  # the main one and two ranks
@@ -94,7 +85,7 @@ STUCK = (
 
 def test_a_thread_that_holds_the_lock_does_not_keep_the_process(tmp_path: Path) -> None:
     begin = time.monotonic()
-    result = run(STUCK, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    result = run_code(STUCK, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert result.returncode == -signal.SIGABRT
     assert "no stacks: a thread holds the lock that they need" in result.stderr
     assert time.monotonic() - begin < 50
@@ -102,7 +93,7 @@ def test_a_thread_that_holds_the_lock_does_not_keep_the_process(tmp_path: Path) 
 
 @pytest.mark.parametrize("where", ["/dev/full/x", "/proc/nowhere/t_"])
 def test_a_dump_that_fails_is_one_warning_and_hides_nothing(where: str) -> None:
-    result = run(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=where)
+    result = run_code(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=where)
     assert result.returncode == -signal.SIGABRT
     check_a_failed_dump(result.stderr)
 
@@ -116,7 +107,7 @@ def check_a_failed_dump(text: str) -> None:
 
 def test_a_disk_that_is_full_half_way_leaves_no_part_of_a_dump(tmp_path: Path) -> None:
     limit = "import resource, torch_overlap\nresource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))\n"
-    result = run(limit + TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    result = run_code(limit + TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert result.returncode == -signal.SIGABRT
     check_a_failed_dump(result.stderr)
     assert "File too large" in result.stderr  # a part was written: the limit of files acts like that of a disk
@@ -124,7 +115,7 @@ def test_a_disk_that_is_full_half_way_leaves_no_part_of_a_dump(tmp_path: Path) -
 
 
 def test_an_abort_hook_that_raises_does_not_keep_the_process(tmp_path: Path) -> None:
-    result = run(TIMEOUT.replace(HOOK, "lambda: 1 / 0"), TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    result = run_code(TIMEOUT.replace(HOOK, "lambda: 1 / 0"), TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert result.returncode == -signal.SIGABRT
     steps = ["flight recorder: wrote", "division by zero", "Aborting process due to timeout"]
     assert sorted(steps, key=result.stderr.index) == steps, result.stderr
@@ -133,7 +124,7 @@ def test_an_abort_hook_that_raises_does_not_keep_the_process(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_an_abort_hook_that_hangs_has_ten_seconds(tmp_path: Path) -> None:
     begin = time.monotonic()
-    result = run(TIMEOUT.replace(HOOK, "threading.Event().wait"), TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    result = run_code(TIMEOUT.replace(HOOK, "threading.Event().wait"), TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert result.returncode == -signal.SIGABRT
     assert "Aborting process due to timeout" in result.stderr
     assert 10 < time.monotonic() - begin < 10 + 60  # torch is imported first
@@ -174,15 +165,15 @@ def test_a_process_stays_for_its_health_check_before_it_ends(tmp_path: Path) -> 
 
 
 def test_the_wait_for_a_health_check_ends(tmp_path: Path) -> None:
-    result = run(TIMEOUT, TORCHCOMM_HEALTH_CHECK_WAIT_MS="100", TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    result = run_code(TIMEOUT, TORCHCOMM_HEALTH_CHECK_WAIT_MS="100", TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert result.returncode == -signal.SIGABRT
     waiting, ending = (result.stderr.index(text) for text in ("waiting 100 ms", "Aborting process due to timeout"))
     assert waiting < ending
-    assert "waiting" not in run(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "u_")).stderr
+    assert "waiting" not in run_code(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "u_")).stderr
 
 
 def test_size_zero_switches_it_off() -> None:
-    result = run(
+    result = run_code(
         HEAD + "comm.barrier(False); print(to.flight_recorder.dump_json())\n"
         "print(to.hooks.FlightRecorderHook().is_enabled())\n"
         "hook = to.hooks.FlightRecorderHook(isolated=True); hook.register_with_comm(comm)\n"
@@ -195,7 +186,7 @@ def test_size_zero_switches_it_off() -> None:
 
 
 def test_size_is_of_the_environment() -> None:
-    result = run(
+    result = run_code(
         HEAD + "for _ in range(5): comm.barrier(False)\n"
         "print([e['record_id'] for e in json.loads(to.flight_recorder.dump_json())['entries']]); comm.finalize()",
         TORCHCOMM_FR_BUFFER_SIZE="3",
@@ -215,7 +206,7 @@ def test_size_is_of_the_environment() -> None:
     ],
 )
 def test_a_bad_variable_is_named(name: str, value: str, expected: str) -> None:
-    result = run(HEAD, **{name: value})
+    result = run_code(HEAD, **{name: value})
     assert f"{name}: {expected}" in result.stderr.splitlines()[-1] or expected in result.stderr.splitlines()[-1]
     assert name in result.stderr.splitlines()[-1]
 
@@ -225,10 +216,10 @@ def test_stacks_are_those_of_the_call() -> None:
         "def the_caller():\n    comm.barrier(False)\n"
         "the_caller(); comm.finalize()\nprint(to.flight_recorder.dump_json())"
     )
-    (entry,) = json.loads(run(code, TORCHCOMM_FR_PYTHON_STACK="1").stdout)["entries"]
+    (entry,) = json.loads(run_code(code, TORCHCOMM_FR_PYTHON_STACK="1").stdout)["entries"]
     assert "the_caller" in [frame["name"] for frame in entry["frames"]]
     assert all(set(frame) == {"name", "filename", "line"} for frame in entry["frames"])
-    (entry,) = json.loads(run(code, TORCHCOMM_FR_CPP_STACK="1").stdout)["entries"]
+    (entry,) = json.loads(run_code(code, TORCHCOMM_FR_CPP_STACK="1").stdout)["entries"]
     assert any("torch_overlap" in frame["name"] + frame["filename"] for frame in entry["frames"])
 
 
@@ -266,7 +257,7 @@ def test_a_process_that_ends_while_it_dumps_ends_well(tmp_path: Path) -> None:
         "libc.sleep(30); libc.sleep(1)\n"  # a signal ends the first
         "print('ends', flush=True)"
     )
-    result = run(code, TORCHCOMM_FR_DUMP_SIGNAL="SIGUSR2", TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"),
+    result = run_code(code, TORCHCOMM_FR_DUMP_SIGNAL="SIGUSR2", TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"),
                  TORCHCOMM_FR_PYTHON_STACK="1")  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert result.stdout == "ends\n"
@@ -280,7 +271,7 @@ def test_a_forked_child_does_not_dump_for_its_parent(tmp_path: Path) -> None:
         "if pid == 0:\n    signal.raise_signal(signal.SIGUSR2); time.sleep(1); os._exit(0)\n"
         "os.waitpid(pid, 0); comm.finalize(); print('ended')"
     )
-    result = run(code, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    result = run_code(code, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert result.stdout.strip() == "ended", result.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -297,7 +288,7 @@ def test_a_handler_that_hands_the_signal_back_is_no_loop(tmp_path: Path) -> None
         f"while not os.path.exists({str(tmp_path / 't_0')!r}) and time.monotonic() < until: time.sleep(0.05)\n"
         "comm.finalize(); print('ended')"
     )
-    result = run(code, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    result = run_code(code, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert (result.returncode, result.stdout) == (0, "ended\n"), result.stderr
     assert result.stderr.count("Current thread") == 1  # faulthandler ran
     assert pickle.loads((tmp_path / "t_0").read_bytes())["reason"] == f"signal {int(signal.SIGUSR2)}"
@@ -335,7 +326,7 @@ comm.finalize(); print(*calls)
 
 
 def test_the_handler_before_has_its_turn_on_every_thread(tmp_path: Path) -> None:
-    result = run(HEAD + TWO_THREADS, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    result = run_code(HEAD + TWO_THREADS, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert (result.returncode, result.stdout) == (0, "first second first\n"), result.stderr
 
 
@@ -353,7 +344,7 @@ def test_a_forked_child_with_a_log_ends(tmp_path: Path) -> None:
         "if not done: os.kill(pid, signal.SIGKILL)\n"
         "comm.barrier(False); comm.finalize(); print(done == pid, os.waitstatus_to_exitcode(status))"
     )
-    result = run(code)
+    result = run_code(code)
     assert (result.returncode, result.stdout) == (0, "True 7\n"), result.stderr
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line["op"] for line in lines if line["event"] == "Q"] == ["barrier", "barrier"]
