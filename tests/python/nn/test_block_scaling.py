@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from float8_cases import E4M3, E5M2, Matrix, part
+from pairs import pairwise
 
 from torch_overlap import nn as tnn
 from torch_overlap import quantize as q
@@ -19,7 +20,7 @@ LAYOUTS = [(True, (96, 2), 0), (True, (48, 3), 0), (True, (2, 48, 2), 1), (True,
            (False, (40,), 0)]  # fmt: skip
 UNEVEN = [(True, (6, 3), 0), (True, (2, 6), -2), (False, (18,), 0)]
 CASES = [*(("mxfp8", *layout) for layout in LAYOUTS + UNEVEN), *(("block", *layout) for layout in LAYOUTS)]
-EACH = pytest.mark.parametrize(("scaling", "sequence_parallel", "rows", "dim"), CASES)
+EACH = {"size": SIZES, "bias": [False, True], "scaling,sequence_parallel,rows,dim": CASES}
 MODES = {"mxfp8": (Mode.MXFP8_1D_SCALING,) * 2, "block": (Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING)}
 BLOCK = {"mxfp8": 32, "block": 128}
 
@@ -90,11 +91,7 @@ def linear(data, inputs, outputs, bias):
     return layer
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("features", [[192], [192, 480]], ids=["one", "several"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("keep", [False, True])
-@EACH
+@pairwise(EACH | {"features": [[192], [192, 480]], "keep": [False, True]})
 def test_column(problem, seed, size, features, bias, keep, scaling, sequence_parallel, rows, dim):
     """Each rank has its weights in blocks of their own."""
     inputs = 160  # not whole blocks of 128
@@ -134,10 +131,7 @@ def test_column(problem, seed, size, features, bias, keep, scaling, sequence_par
     run_ranks(rank, size, backend="local")
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("backward_dtype", [None, E5M2])
-@EACH
+@pairwise(EACH | {"backward_dtype": [None, E5M2]})
 def test_row(problem, seed, size, bias, backward_dtype, scaling, sequence_parallel, rows, dim):
     inputs, outputs = 160, 96  # of a rank; of all ranks
     data = problem(seed, torch.float32)

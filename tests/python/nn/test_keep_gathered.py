@@ -151,6 +151,6 @@ def compiled(comm, seed, fp8):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fp8", [None, "current", "mxfp8", "block"])
+@pytest.mark.parametrize("fp8", [None, "current", "block"])  # "mxfp8" is compiled by test_float8_state
 def test_compile_fullgraph(seed, fp8):
     run_ranks(compiled, 2, seed, fp8, backend="gloo", timeout=280)

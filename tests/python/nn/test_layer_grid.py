@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from float8_cases import part
+from pairs import pairwise
 from torch import nn
 
 from torch_overlap import nn as tnn
@@ -88,8 +89,12 @@ def compare(comm, seed, name, scaling, dtype):
                 close(f"{key} by {algorithm}", got[key], value, dtype, fp8)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.float32)], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("scaling", [None, "current", "delayed", "mxfp8", "block"])
-@pytest.mark.parametrize("name", list(LAYERS))
+@pairwise(
+    {
+        "name": list(LAYERS),
+        "scaling": [None, "current", "delayed", "mxfp8", "block"],
+        "size,dtype": [(2, torch.bfloat16), (3, torch.float32)],
+    }
+)
 def test_overlap_changes_no_value(seed, size, name, scaling, dtype):
     run_ranks(compare, size, seed, name, scaling, dtype)
