@@ -50,7 +50,9 @@ class Launcher:
         self.mark = f"{MARK}={uuid.uuid4()}"
         self.forks: list[Program] = []
 
-    def fork(self, program: Path, *arguments: object, output: IO[bytes] | None = None, **variables: str) -> Program:
+    def fork(
+        self, program: Path | str, *arguments: object, output: IO[bytes] | None = None, **variables: str
+    ) -> Program:
         """Starts a program in a fork, without a GPU."""
         env = self.environment(gpu=False, **variables)
         output = tempfile.TemporaryFile() if output is None else output  # noqa: SIM115
@@ -58,16 +60,17 @@ class Launcher:
         self.forks.append(Program(server().fork(request, output.fileno()), output))
         return self.forks[-1]
 
-    def fork_ranks(self, ranks: int, program: str, *arguments: object) -> list[Program]:
-        """Starts the ranks of a program as torchrun would. All print to one file."""
+    def fork_ranks(self, ranks: int, program: Path | str, *arguments: object) -> list[Program]:
+        """Starts the ranks of an example, a program or a module ("-m") as torchrun would. All print to one file."""
         output, port = tempfile.TemporaryFile(), free_port()  # noqa: SIM115
+        program = program if program == "-m" else EXAMPLES / program
         return [
-            self.fork(EXAMPLES / program, *arguments, output=output, RANK=str(rank), WORLD_SIZE=str(ranks),
+            self.fork(program, *arguments, output=output, RANK=str(rank), WORLD_SIZE=str(ranks),
                       LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             for rank in range(ranks)
         ]  # fmt: skip
 
-    def run_ranks(self, ranks: int, program: str, *arguments: object) -> tuple[int, str]:
+    def run_ranks(self, ranks: int, program: Path | str, *arguments: object) -> tuple[int, str]:
         """Returns the exit code and the output of all ranks."""
         started = self.fork_ranks(ranks, program, *arguments)
         codes = [process.wait() for process in started]

@@ -12,21 +12,24 @@ from torch_overlap.testing._forkserver import serve_forks
 
 
 def run(request: dict[str, Any], fds: list[int]) -> None:
-    """Runs a program, or code as `python -c` does. The second file is for stderr."""
+    """Runs what `python <argv>` does, or `code`. The second file is for stderr."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.argv = request["argv"]
+    program, *arguments = sys.argv = request["argv"]
     for fd in fds:
         os.dup2(fd, 2)
         os.close(fd)
     if "code" in request:
         main = sys.modules["__main__"] = ModuleType("__main__")
         exec(compile(request["code"], "<string>", "exec"), vars(main))
+    elif program == "-m":
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(sys.argv[0]))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.path.insert(0, os.path.dirname(program))
+        runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":

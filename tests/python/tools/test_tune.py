@@ -4,8 +4,6 @@ command."""
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -402,20 +400,14 @@ def test_programs_read_by_default_what_the_command_writes_by_default(tmp_path, m
     run_ranks(auto_rank, 2, "p2p", "cache", env=env)
 
 
-def run_command(*args, env=None):
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=200,
-                          env={**os.environ, **(env or {})})  # fmt: skip
-
-
-def test_the_command(tmp_path):
+def test_the_command(launcher, tmp_path):
     path = tmp_path / "cache.json"
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "torch_overlap", "tune")
-    done = run_command(*torchrun, "--shapes", "64x64x64", "32x16x16", "--ops", "all_gather_matmul",
-                       "matmul_all_reduce", "--dtype", "float32", "--rounds", "2", "--cache", str(path),
-                       env={"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" us") >= 8
-    assert f"wrote 4 entries to {path}; programs read it with TORCH_OVERLAP_TUNE_CACHE={path}" in done.stdout
+    code, output = launcher.run_ranks(2, "-m", "torch_overlap", "tune", "--shapes", "64x64x64", "32x16x16", "--ops",
+                                      "all_gather_matmul", "matmul_all_reduce", "--dtype", "float32", "--rounds", 2,
+                                      "--cache", path)  # fmt: skip
+    assert code == 0, output
+    assert output.count(" us") >= 8
+    assert f"wrote 4 entries to {path}; programs read it with TORCH_OVERLAP_TUNE_CACHE={path}" in output
     assert len(tune.read(path)) == 4
     assert all(e["library"] == _tuning.library() and e["tp"] == 2 for e in tune.read(path))
 
@@ -446,9 +438,7 @@ def test_mistakes_of_the_command(tmp_path, monkeypatch):
         assert message in done.stderr
 
 
-def test_one_rank_has_nothing_to_measure(tmp_path):
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = run_command("-m", "torch_overlap", "tune", "--shapes", "8x8x8", "--cache", str(tmp_path / "c"),
-                       env={"CUDA_VISIBLE_DEVICES": "", **alone})  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "two or more ranks, got one; start it with torchrun" in done.stderr
+def test_one_rank_has_nothing_to_measure(launcher, tmp_path):
+    code, output = launcher.run_ranks(1, "-m", "torch_overlap", "tune", "--shapes", "8x8x8", "--cache", tmp_path / "c")
+    assert code == 2, output
+    assert "two or more ranks, got one; start it with torchrun" in output

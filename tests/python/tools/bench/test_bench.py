@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_line import run_here
+from launcher import Launcher
 from torch import Tensor
 
 import torch_overlap as to
@@ -38,6 +39,13 @@ def bench(*arguments: object, program: Sequence[object] = ("-m", "torch_overlap"
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, *map(str, program), *map(str, arguments)]
     return subprocess.run(command, env=outside, capture_output=True, text=True, timeout=280)
+
+
+def bench_on_ranks(launcher: Launcher, *arguments: object) -> str:
+    """Runs the command on two ranks that exist, and returns what it prints. test_ag_gemm has those that it starts."""
+    code, output = launcher.run_ranks(2, "-m", "torch_overlap", "bench", *arguments)
+    assert code == 0, output
+    return output
 
 
 def test_ag_gemm(tmp_path: Path) -> None:
@@ -75,10 +83,10 @@ WAYS = {
 }  # fmt: skip
 
 
-def test_classes_and_exchanges(tmp_path: Path) -> None:
+def test_classes_and_exchanges(launcher: Launcher, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    done = bench(*CLASS_OPS, *EXCHANGE_OPS, "--set", "tiny", "--device", "cpu", "--rounds", 2, "--json", path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output = bench_on_ranks(launcher, *CLASS_OPS, *EXCHANGE_OPS, "--set", "tiny", "--device", "cpu", "--rounds", 2,
+                            "--json", path)  # fmt: skip
     found = result.read(path)
     result.check_rows(found)
     for op, ways in WAYS.items():
@@ -86,7 +94,7 @@ def test_classes_and_exchanges(tmp_path: Path) -> None:
         assert {row["algorithm"] for row in rows} == ways, found["missing"]
         assert ways <= set(algorithm_names(op))
         assert all(set(row["peers"]) == {"gloo"} for row in rows)
-        assert f"{op} tiny: 64 96 64, bf16, eager" in done.stdout
+        assert f"{op} tiny: 64 96 64, bf16, eager" in output
     assert not [why for missing in found["missing"].values() for why in missing.values() if "wrong" in why]
 
 
@@ -104,13 +112,12 @@ def test_an_unknown_algorithm_is_an_error_that_lists_the_known_ones(what: list[s
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_rows"])
-def test_8_bit_floats_and_ways_by_name(tmp_path: Path, dtype: str) -> None:
+def test_8_bit_floats_and_ways_by_name(launcher: Launcher, tmp_path: Path, dtype: str) -> None:
     classes = {"auto", "class ring atomic", "gemm ring"}
     operators = {"auto", "sequential", "pipelined", "p2p"}
     arguments = ("--shape", "64,96,64", "--dtype", dtype, "--algorithm", ",".join(classes | operators), "--rounds", 1)
     ops = {"ag_gemm_classes": classes, "gemm_rs_classes": classes, "gemm_ar": operators}
-    done = bench(*ops, *arguments, "--device", "cpu", "--tp", 2, "--out", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    bench_on_ranks(launcher, *ops, *arguments, "--device", "cpu", "--tp", 2, "--out", tmp_path)
     (path,) = tmp_path.iterdir()
     assert path.name.startswith(f"bench_{dtype}-cpu-tp2-")
     found = result.read(path)
@@ -122,7 +129,8 @@ def test_8_bit_floats_and_ways_by_name(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.slow
 def test_operators_and_classes_by_one_command(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    done = bench("--set", "tiny", "--device", "cpu", "--rounds", 1, "--json", path, program=[OVERLAP])
+    options = ("--set", "tiny", "--device", "cpu", "--algorithm", "auto", "--rounds", 1)
+    done = bench(*options, "--json", path, program=[OVERLAP])
     assert done.returncode == 0, done.stdout + done.stderr
     rows = result.read(path)["rows"]
     assert {row["op"] for row in rows} == {"ag_gemm", "gemm_rs", *CLASS_OPS}
@@ -132,10 +140,9 @@ def test_operators_and_classes_by_one_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_everything_else(tmp_path: Path) -> None:
+def test_everything_else(launcher: Launcher, tmp_path: Path) -> None:
     ops = ("gemm_rs", "gemm_ar", "gemm", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-    done = bench(*ops, "--set", "tiny", "--device", "cpu", "--rounds", 1, "--out", tmp_path, "--timeline")
-    assert done.returncode == 0, done.stdout + done.stderr
+    bench_on_ranks(launcher, *ops, "--set", "tiny", "--device", "cpu", "--rounds", 1, "--out", tmp_path, "--timeline")
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("bench_tiny-cpu-tp2-")
     found = result.read(path)
@@ -183,11 +190,13 @@ def test_a_budget_leaves_out_and_says_what(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_run_without_a_row_of_ours_fails() -> None:
-    done = bench("ag_gemm", "--set", "tiny", "--device", "cpu", "--algorithm", "fused", "--rounds", 1)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "not run: fused: " in done.stdout
-    assert "bench: measured nothing of ours: no variant could run" in done.stdout
+def test_a_run_without_a_row_of_ours_fails(launcher: Launcher, tmp_path: Path) -> None:
+    status = tmp_path / "status"  # that of the command: test_a_budget_leaves_out_and_says_what
+    output = bench_on_ranks(launcher, "ag_gemm", "--set", "tiny", "--device", "cpu", "--algorithm", "fused",
+                            "--rounds", 1, "--status", status)  # fmt: skip
+    assert status.read_text() == "1", output
+    assert "not run: fused: " in output
+    assert "bench: measured nothing of ours: no variant could run" in output
 
 
 @pytest.mark.parametrize(

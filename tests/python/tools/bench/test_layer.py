@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed._symmetric_memory as symmetric
+from launcher import Launcher
 
 from torch_overlap.tools.bench.layer_floor import time_by_category
 from torch_overlap.tools.bench.libraries import NO_CUDA
@@ -33,20 +31,16 @@ runpy.run_path({layer!r}, run_name="__main__")
 """
 
 
-def run(program: Path, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program),
-               "--tiny", "--rounds", "2", "--out", str(out), *arguments]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    )
-    assert done.returncode == 0, done.stderr
+def run(launcher: Launcher, program: Path, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    code, output = launcher.run_ranks(2, program, "--tiny", "--rounds", 2, "--out", out, *arguments)
+    assert code == 0, output
     (path,) = out.glob("layer-cpu-tp2-*.json")
-    return json.loads(path.read_text()), done.stdout
+    return json.loads(path.read_text()), output
 
 
 @pytest.mark.slow
-def test_two_ranks_without_a_gpu(tmp_path: Path) -> None:
-    found, told = run(LAYER, tmp_path)
+def test_two_ranks_without_a_gpu(launcher: Launcher, tmp_path: Path) -> None:
+    found, told = run(launcher, LAYER, tmp_path)
     ways = ("auto", "p2p", "sequential", "no communication")
     expected = {(model, way) for model in ("llama3-8b", "llama3-70b") for way in ways}
     assert {(row["name"], row["algorithm"]) for row in found["rows"]} == expected
@@ -85,11 +79,11 @@ def test_kernels_are_counted_by_category() -> None:
     not hasattr(symmetric, "_fused_all_gather_matmul_fallback"), reason="this torch has no such reference"
 )
 @pytest.mark.parametrize("factor", [1, 2])
-def test_async_tp_takes_turns_unless_it_is_wrong(tmp_path: Path, factor: int) -> None:
+def test_async_tp_takes_turns_unless_it_is_wrong(launcher: Launcher, tmp_path: Path, factor: int) -> None:
     program = tmp_path / "layer.py"
     program.write_text(WITH_FUSED.format(factor=factor, layer=str(LAYER)))
     changed = ["p2p+kept+silu", "p2p+main_grad"]
-    found, told = run(program, tmp_path, "--models", "llama3-8b", "--accumulate", "--algorithms",
+    found, told = run(launcher, program, tmp_path, "--models", "llama3-8b", "--accumulate", "--algorithms",
                       ",".join(["p2p", *changed]))  # fmt: skip
     by_algorithm = {row["algorithm"]: row for row in found["rows"]}
     assert set(by_algorithm) == {"p2p", *changed, "no communication"}
