@@ -14,8 +14,8 @@ from overlap_cases import AG, BULK, PIPELINE, RING, RS, Bulk, Case, External, Ga
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
 
-SECONDS = 3.0  # limit of a wait that expires
-OUTSIDE_SECONDS = 30.0  # limit of a group of callbacks: all its waits have the same
+SECONDS = 1.5  # limit of a wait that expires
+OUTSIDE_SECONDS = 15.0  # limit of a group of callbacks: all its waits have the same
 
 METHODS: dict[str, tuple[str, Callable[[Ranks], Case]]] = {
     "ag": ("split_overlap_ag", Gather),
