@@ -4,8 +4,8 @@ quantized along its inner dimension."""
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from float8_cases import E4M3, E5M2, Matrix, part
-from pairs import pairwise
 
 from torch_overlap import nn as tnn
 from torch_overlap import quantize as q
@@ -91,7 +91,7 @@ def linear(data, inputs, outputs, bias):
     return layer
 
 
-@pairwise(EACH | {"features": [[192], [192, 480]], "keep": [False, True]})
+@covering(EACH | {"features": [[192], [192, 480]], "keep": [False, True]})
 def test_column(problem, seed, size, features, bias, keep, scaling, sequence_parallel, rows, dim):
     """Each rank has its weights in blocks of their own."""
     inputs = 160  # not whole blocks of 128
@@ -131,7 +131,7 @@ def test_column(problem, seed, size, features, bias, keep, scaling, sequence_par
     run_ranks(rank, size, backend="local")
 
 
-@pairwise(EACH | {"backward_dtype": [None, E5M2]})
+@covering(EACH | {"backward_dtype": [None, E5M2]})
 def test_row(problem, seed, size, bias, backward_dtype, scaling, sequence_parallel, rows, dim):
     inputs, outputs = 160, 96  # of a rank; of all ranks
     data = problem(seed, torch.float32)

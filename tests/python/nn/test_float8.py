@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from covering import covering
 from float8_cases import E4M3, E5M2, Matrix, forms, part, rounded, scale_of
-from pairs import pairwise
 
 import torch_overlap as to
 from torch_overlap import nn as tnn
@@ -65,7 +65,7 @@ EACH = {"size": SIZES, "scaling": ["current", "delayed"], "bias": [False, True],
         "sequence_parallel,rows,dim": LAYOUTS}  # fmt: skip
 
 
-@pairwise(EACH | {"features": [[96], [96, 192]]})
+@covering(EACH | {"features": [[96], [96, 192]]})
 def test_column(problem, seed, size, scaling, features, bias, sequence_parallel, rows, dim):
     data = problem(seed, torch.float32)
     linears = [data.linear(32, n, bias) for n in features]
@@ -104,7 +104,7 @@ def roundings(rows):
     return 2**-22, 2**-22, 2**-22 if torch.Size(rows).numel() % 16 == 0 else 2**-7
 
 
-@pairwise(EACH | {"input_is_parallel": [False, True]})
+@covering(EACH | {"input_is_parallel": [False, True]})
 def test_row(problem, seed, size, scaling, bias, sequence_parallel, rows, dim, input_is_parallel):
     data = problem(seed, torch.float32)
     linear = data.linear(96, 32, bias)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covering
 from float8_cases import part
-from pairs import pairwise
 from torch import nn
 
 from torch_overlap import nn as tnn
@@ -89,7 +89,7 @@ def compare(comm, seed, name, scaling, dtype):
                 close(f"{key} by {algorithm}", got[key], value, dtype, fp8)
 
 
-@pairwise(
+@covering(
     {
         "name": list(LAYERS),
         "scaling": [None, "current", "delayed", "mxfp8", "block"],

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks
 
 from torch_overlap import InvalidTypeError, UnsupportedError, ops
@@ -45,10 +46,15 @@ def bulk_rank(comm, algorithm, number, collective, shape, dim, dtypes):
     check(ops.bulk_overlap_matmul(xs[me], weights[me], strided, comm, **options)[1], want)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize(("shape", "dim"), [((12,), 0), ((12, 3), 0), ((3, 12), 1), ((2, 12, 5), -2), ((0, 3), 0)])
+@covering(
+    {
+        "algorithm": ALGORITHMS,
+        "size": SIZES,
+        "collective": COLLECTIVES,
+        "shape,dim": [((12,), 0), ((12, 3), 0), ((3, 12), 1), ((2, 12, 5), -2), ((0, 3), 0)],
+    },
+    strength=3,
+)
 def test_bulk_overlap_matmul(size, algorithm, collective, shape, dim, seed):
     for dtypes in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
         on_ranks(bulk_rank, size, algorithm, seed, collective, shape, dim, dtypes)

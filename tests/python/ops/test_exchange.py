@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks
 
 from torch_overlap import _C, InvalidTypeError, _tuning, explain, ops
@@ -41,10 +42,15 @@ def all_to_all_matmul_rank(comm, algorithm, number, shape, dtype):
 
 
 # 36 tokens are split into pieces of at most three rows; 12 into pieces of one; none into none.
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", [(36, 5), (12, 5), (12, 2, 3), (0, 5)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@covering(
+    {
+        "algorithm": ALGORITHMS,
+        "size": SIZES,
+        "shape": [(36, 5), (12, 5), (12, 2, 3), (0, 5)],
+        "dtype": [torch.float64, torch.bfloat16],
+    },
+    strength=3,
+)
 def test_all_to_all_matmul(size, algorithm, shape, dtype, seed):
     on_ranks(all_to_all_matmul_rank, size, algorithm, seed, shape, dtype)
 
@@ -66,10 +72,15 @@ def matmul_all_to_all_rank(comm, algorithm, number, shape, dtype):
             assert result.is_contiguous()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", [(7, 5), (3, 2, 5), (0, 5)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@covering(
+    {
+        "algorithm": ALGORITHMS,
+        "size": SIZES,
+        "shape": [(7, 5), (3, 2, 5), (0, 5)],
+        "dtype": [torch.float64, torch.bfloat16],
+    },
+    strength=3,
+)
 def test_matmul_all_to_all(size, algorithm, shape, dtype, seed):
     on_ranks(matmul_all_to_all_rank, size, algorithm, seed, shape, dtype)
 

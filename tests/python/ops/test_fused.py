@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks
 
 from torch_overlap import Error, InvalidTypeError, UnsupportedError, ops
@@ -39,10 +40,15 @@ def all_gather_matmul_rank(comm, algorithm, number, shape, dim, dtype):
             assert torch.equal(kept, gathered if keep else torch.empty(0, dtype=dtype))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("shape", "dim"), [((3, 5), 0), ((2, 3, 5), 0), ((2, 3, 5), 1), ((2, 3, 2, 5), -2)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@covering(
+    {
+        "algorithm": ALGORITHMS,
+        "size": SIZES,
+        "shape,dim": [((3, 5), 0), ((2, 3, 5), 0), ((2, 3, 5), 1), ((2, 3, 2, 5), -2)],
+        "dtype": [torch.float64, torch.bfloat16],
+    },
+    strength=3,
+)
 def test_all_gather_matmul(size, algorithm, shape, dim, dtype, seed):
     on_ranks(all_gather_matmul_rank, size, algorithm, seed, shape, dim, dtype)
 
@@ -61,11 +67,16 @@ def matmul_reduce_scatter_rank(comm, algorithm, number, shape, dim, dtype, op):
     check(ops.matmul_reduce_scatter(xs[me], weights[me], comm, biases[me], **options), part + biases[me].double())
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("shape", "dim"), [((12, 5), 0), ((12, 3, 5), 0), ((2, 12, 5), 1), ((2, 12, 3, 5), -3)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("op", ["sum", "avg"])
+@covering(
+    {
+        "algorithm": ALGORITHMS,
+        "size": SIZES,
+        "shape,dim": [((12, 5), 0), ((12, 3, 5), 0), ((2, 12, 5), 1), ((2, 12, 3, 5), -3)],
+        "dtype": [torch.float64, torch.bfloat16],
+        "op": ["sum", "avg"],
+    },
+    strength=3,
+)
 def test_matmul_reduce_scatter(size, algorithm, shape, dim, dtype, op, seed):
     on_ranks(matmul_reduce_scatter_rank, size, algorithm, seed, shape, dim, dtype, op)
 
@@ -80,10 +91,9 @@ def matmul_all_reduce_rank(comm, algorithm, number, shape, op):
     check(ops.matmul_all_reduce(xs[me], weights[me], comm, bias, op=op, algorithm=algorithm), want + bias)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", [(1, 5), (9, 5), (2, 7, 5)])
-@pytest.mark.parametrize("op", ["sum", "avg"])
+@covering(
+    {"algorithm": ALGORITHMS, "size": SIZES, "shape": [(1, 5), (9, 5), (2, 7, 5)], "op": ["sum", "avg"]}, strength=3
+)
 def test_matmul_all_reduce(size, algorithm, shape, op, seed):
     on_ranks(matmul_all_reduce_rank, size, algorithm, seed, shape, op)
 
@@ -102,10 +112,9 @@ def all_gather_matmul_gradients_rank(comm, algorithm, parts, dim, keep):
     check_gradients(parts[comm.get_rank()], sharded)
 
 
-@pytest.mark.parametrize("algorithm", FORCED)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("shape", "dim"), [((3, 5), 0), ((2, 3, 5), 1)])
-@pytest.mark.parametrize("keep", [False, True])
+@covering(
+    {"algorithm": FORCED, "size": SIZES, "shape,dim": [((3, 5), 0), ((2, 3, 5), 1)], "keep": [False, True]}, strength=3
+)
 def test_gradients_of_all_gather_matmul(size, algorithm, shape, dim, keep, seed):
     data = Data(seed)
     xs, weights, biases = gather_problem(data, size, shape, (4, 6))
@@ -128,10 +137,15 @@ def reduced_gradients_rank(comm, algorithm, parts, kind, dim, op):
     check_gradients(parts[comm.get_rank()], sharded)
 
 
-@pytest.mark.parametrize("algorithm", FORCED)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("op", ["sum", "avg"])
-@pytest.mark.parametrize("kind", ["reduce_scatter 0", "reduce_scatter 1", "all_reduce"])
+@covering(
+    {
+        "algorithm": FORCED,
+        "size": SIZES,
+        "op": ["sum", "avg"],
+        "kind": ["reduce_scatter 0", "reduce_scatter 1", "all_reduce"],
+    },
+    strength=3,
+)
 def test_gradients_of_products_that_are_reduced(size, algorithm, op, kind, seed):
     data = Data(seed)
     shape = (2, 12, 5) if kind == "reduce_scatter 1" else (12, 2, 5)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from fused_cases import SIZES, Data, on_ranks
 
 from torch_overlap import ops
@@ -49,10 +50,15 @@ def gather_rank(comm, algorithm, number, shape, dim, out_dtype, dtypes):
                 check(result, F.linear(gathered, value(*weights[me][i]), added), out_dtype)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("shape", "dim"), [((3, 32), 0), ((2, 3, 16), 1)])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@covering(
+    {
+        "algorithm": ALGORITHMS,
+        "size": SIZES,
+        "shape,dim": [((3, 32), 0), ((2, 3, 16), 1)],
+        "out_dtype": [torch.float32, torch.float16, torch.bfloat16],
+    },
+    strength=3,
+)
 def test_scaled_all_gather_matmul(size, algorithm, shape, dim, out_dtype, seed):
     on_ranks(gather_rank, size, algorithm, seed, shape, dim, out_dtype, (E4M3, E4M3))
 
@@ -71,11 +77,16 @@ def scatter_rank(comm, algorithm, number, shape, dim, op, out_dtype, dtypes):
         check(result, part if added is None else part + bias.double(), out_dtype)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("shape", "dim"), [((12, 32), 0), ((2, 12, 16), 1)])
-@pytest.mark.parametrize("op", ["sum", "avg"])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@covering(
+    {
+        "algorithm": ALGORITHMS,
+        "size": SIZES,
+        "shape,dim": [((12, 32), 0), ((2, 12, 16), 1)],
+        "op": ["sum", "avg"],
+        "out_dtype": [torch.float32, torch.float16, torch.bfloat16],
+    },
+    strength=3,
+)
 def test_scaled_matmul_reduce_scatter(size, algorithm, shape, dim, op, out_dtype, seed):
     on_ranks(scatter_rank, size, algorithm, seed, shape, dim, op, out_dtype, (E4M3, E4M3))
 
@@ -95,11 +106,16 @@ def all_reduce_rank(comm, algorithm, number, shape, op, out_dtype, dtypes):
 
 
 # 5 rows in 4 pieces, on more ranks than rows; [7, 1, 32] has a number of rows that no number of ranks divides.
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", [(5, 32), (7, 1, 32), (2, 12, 16)])
-@pytest.mark.parametrize("op", ["sum", "avg"])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@covering(
+    {
+        "algorithm": ALGORITHMS,
+        "size": SIZES,
+        "shape": [(5, 32), (7, 1, 32), (2, 12, 16)],
+        "op": ["sum", "avg"],
+        "out_dtype": [torch.float32, torch.float16, torch.bfloat16],
+    },
+    strength=3,
+)
 def test_scaled_matmul_all_reduce(size, algorithm, shape, op, out_dtype, seed):
     on_ranks(all_reduce_rank, size, algorithm, seed, shape, op, out_dtype, (E4M3, E4M3))
 

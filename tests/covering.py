@@ -1,4 +1,4 @@
-"""Selects from a grid of parameters whose factors act independently."""
+"""Covering arrays: a selection from a grid of parameters of which only a few act together."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
@@ -21,12 +21,12 @@ def select(sizes: Sequence[int], strength: int = 2) -> list[tuple[int, ...]]:
     return sorted(chosen)
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]], strength: int = 2) -> pytest.MarkDecorator:
-    """Parametrizes a test with every pair of values of any two factors, in place of their whole grid.
+def covering(factors: Mapping[str, Sequence[Any]], strength: int = 2) -> pytest.MarkDecorator:
+    """Parametrizes a test with all combinations of any `strength` factors, in place of the whole grid.
 
     Args:
         factors: values by name. Several names with commas between them are one factor of tuples.
-        strength: of how many factors all combinations occur.
+        strength: 2 if any two factors may act together, 3 if any three.
     """
     names = [name.split(",") for name in factors]
     values = []

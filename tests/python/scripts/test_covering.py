@@ -3,7 +3,7 @@
 from itertools import combinations, product
 
 import pytest
-from pairs import select
+from covering import select
 
 
 @pytest.mark.parametrize("sizes", [(3, 2, 2, 2, 10), (4, 4, 4), (1, 5), (2, 2, 2, 2), (3,)])
