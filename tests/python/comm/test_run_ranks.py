@@ -39,7 +39,7 @@ def run_hash(rank: int, size: int, store: object) -> int:
 
 
 def test_the_sets_of_neighbours_iterate_in_different_orders() -> None:
-    """So an order that ranks must agree on cannot come from a set unnoticed."""
+    """An order that ranks must agree on, and that comes from a set, makes tests fail."""
     hashes = run_ranks(run_hash, 3, comm=False)
     assert hashes[0] != hashes[1] != hashes[2]
 
