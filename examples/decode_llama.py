@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--new", type=int, default=32, help="tokens to generate (default: %(default)s)")
     add("--chunk", type=int, default=512, help="tokens of a sequence that prefill reads at once (default: %(default)s)")
     add("--sequence-rows", type=int,
-        help=f"rows from which prompts are read sequence parallel (default: {SEQUENCE_ROWS} over the ranks)")  # fmt: skip
+        help=f"rows from which prompts are read sequence parallel (default: {SEQUENCE_ROWS} / ranks)")  # fmt: skip
     add("--prefill", default="", help="also time prompts of these lengths, without and with sequence parallelism")
     add("--sums", default="fused", help=f"forms of the sums, of {', '.join(Sums.KINDS)} (default: %(default)s)")
     add("--algorithm", default="auto", help="of the fused form (default: %(default)s)")

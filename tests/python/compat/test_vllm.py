@@ -139,8 +139,8 @@ def test_the_platform_names_our_classes() -> None:
 @pytest.mark.parametrize(
     ("size", "is_fused", "hidden", "before", "after"),
     [
-        (2, True, 4096, None, [128]),
-        (4, True, 8192, [16, 512], [16, 64, 512]),
+        (2, True, 4096, None, [256]),
+        (4, True, 8192, [16, 512], [16, 32, 512]),
         (8, True, 8192, [16], [16]),
         (8, True, 4096, None, [32]),
         (1, True, 4096, None, None),

@@ -14,49 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from vllm_cases import group, plug_in
 
 HIDDEN = 32
-_libraries: list[torch.library.Library] = []
-
-
-def operator() -> Any:
-    """Returns the fused operator, or a double of it if the library's own has no quantization."""
-    ours = torch.ops.torch_overlap.all_reduce_rms_norm
-    if any(argument.name == "quantize" for argument in ours.default._schema.arguments):
-        return ours
-    if not _libraries:
-        library = torch.library.Library("torch_overlap_double", "FRAGMENT")
-        library.define(
-            "all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str quantize, Tensor? scale, "
-            "str comm, int group_size) -> (Tensor out, Tensor scale_inv, Tensor residual_out)"
-        )
-        library.impl("all_reduce_rms_norm", _double, "CPU")
-        library.impl("all_reduce_rms_norm", _double_of_meta, "Meta")
-        _libraries.append(library)
-    return torch.ops.torch_overlap_double.all_reduce_rms_norm
-
-
-def _double(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, quantize: str, scale: Tensor | None, comm: str,
-    group_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    hidden = torch.ops.torch_overlap.all_reduce(x, "sum", comm, group_size)
-    if residual is not None:
-        hidden = hidden + residual
-    rows = hidden.double()
-    out = (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
-    if quantize == "none":
-        return out, x.new_empty(0, dtype=torch.float32), hidden
-    assert quantize == "tensor"
-    assert scale is not None
-    assert (scale.shape, scale.dtype) == ((1,), torch.float32)
-    return (out.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale.reciprocal(), hidden
-
-
-def _double_of_meta(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, quantize: str, scale: Tensor | None, comm: str,
-    group_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    out = torch.empty_like(x, dtype=x.dtype if quantize == "none" else torch.float8_e4m3fn)
-    return out, x.new_empty(0 if quantize == "none" else 1, dtype=torch.float32), torch.empty_like(x)
 
 
 class Setting:
@@ -74,7 +31,6 @@ class Setting:
             compilation_config=self.config.CompilationConfig(custom_ops=custom_ops),
         )
         self.fusion = plug_in("fusion")
-        self.fusion._OPERATOR = operator()
         with self.config.set_current_vllm_config(self.vllm_config):
             matcher = importlib.import_module("vllm.compilation.passes.fusion.matcher_utils").MatcherQuantFP8
             self.quantize = matcher("float8_e4m3fn, static, per tensor")

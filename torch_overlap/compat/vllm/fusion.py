@@ -26,6 +26,7 @@ from vllm.ir.ops import fused_add_rms_norm, rms_norm
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
 import torch_overlap
+from torch_overlap._C import ScalingMode
 from torch_overlap.compat.vllm.sizes import max_fused_tokens
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ __all__ = ["FusedAllReducePass", "OverlapPassManager"]
 
 _logger = logging.getLogger("torch_overlap.vllm")
 
-_OPERATOR = torch.ops.torch_overlap.all_reduce_rms_norm
+_ops = torch.ops.torch_overlap
+_GIVEN_SCALE = int(ScalingMode.DELAYED_TENSOR_SCALING)
 _FUSED_DTYPES = (torch.bfloat16, torch.float16)
 # Example value of epsilon, which occurs in no model: tracing turns this constant, and no other, into an argument.
 _EPSILON = 0.0113377
@@ -46,9 +48,9 @@ _EPSILON = 0.0113377
 def call_operator(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, scale: Tensor | None, comm: str, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Calls the operator: the one place that knows its signature.
+    """Calls the operator, with quantization if there is a scale: the one place that knows its signature.
 
-    Returns: the normalized rows, quantized if there is a scale, and the rows before the norm.
+    Returns: the normalized rows, and the rows before the norm.
 
     Args:
         x: this rank's terms of the sum.
@@ -59,10 +61,16 @@ def call_operator(
             operator multiplies by its own scale, so it takes the reciprocal.
         comm, size: name of the communicator, and its number of ranks.
     """
-    quantize = "none" if scale is None else "tensor"
-    factor = None if scale is None else scale.reshape(1).reciprocal()
-    out, _, residual_out = _OPERATOR(x, residual, weight, epsilon, quantize, factor, comm, size)
-    return out, residual_out
+    if residual is None:
+        residual = torch.zeros_like(x)
+    if scale is None:
+        out, hidden = _ops.all_reduce_rms_norm(x, residual, weight, None, comm, size, epsilon)
+        return out, hidden
+    factor = scale.reshape(1).reciprocal()
+    out, _, hidden, _ = _ops.all_reduce_rms_norm_quantize(
+        x, residual, weight, None, factor, _GIVEN_SCALE, comm, size, epsilon
+    )
+    return out, hidden
 
 
 class _Pattern(NamedTuple):

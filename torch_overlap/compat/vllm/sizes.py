@@ -17,7 +17,7 @@ _MAX_BYTES = {
     "all_reduce": (16 * _MI, 16 * _MI, _MI),
     "all_gather": (16 * _MI, 32 * _MI, 256 * _KI),
     "reduce_scatter": (16 * _MI, 32 * _MI, 256 * _KI),
-    "all_reduce_rms_norm": (_MI, _MI, 256 * _KI),
+    "all_reduce_rms_norm": (2 * _MI, 512 * _KI, 256 * _KI),
 }
 
 
