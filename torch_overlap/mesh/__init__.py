@@ -48,6 +48,7 @@ from torch_overlap.mesh.communication import (
     assume_partial,
     axis_index,
     broadcast,
+    from_local,
     gather_all_axes,
     pmean,
     ppermute,
@@ -69,7 +70,7 @@ from torch_overlap.mesh.module import (
     shard_module,
     sharded_parameters,
 )
-from torch_overlap.mesh.sharded import Sharded, from_local, register
+from torch_overlap.mesh.sharded import Sharded, register
 from torch_overlap.mesh.sharding_spec import DimSpec, P, ShardingSpec, to_layout
 from torch_overlap.mesh.trace import Traced, trace
 from torch_overlap.mesh.value_spec import gradient_layout

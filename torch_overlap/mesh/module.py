@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
+from torch_overlap.mesh.communication.from_local import from_local
 from torch_overlap.mesh.communication.shard import part_of
 from torch_overlap.mesh.dynamo import caching_moves, is_dynamo_compiling
-from torch_overlap.mesh.sharded import Sharded, from_local
+from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.styles import without_styles
 from torch_overlap.mesh.value_spec import ValueSpec, expect_connected, gradient_layout, layout_of, spec_of, used_axes
 

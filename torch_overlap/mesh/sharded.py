@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
-from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError
+from torch_overlap._C import InvalidTypeError, MeshComms, StateError
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.copies import UNCHANGED, MovedCopies, State, is_hooked, state_of
 from torch_overlap.mesh.dynamo import (
@@ -24,10 +24,7 @@ from torch_overlap.mesh.dynamo import (
 from torch_overlap.mesh.unsupported import UNSUPPORTED_METHODS
 from torch_overlap.mesh.value_spec import (
     ValueSpec,
-    expect_connected,
     gradient_of,
-    layout_of,
-    ranks_of,
     spec_of,
     target_of,
 )
@@ -35,7 +32,7 @@ from torch_overlap.mesh.value_spec import (
 if TYPE_CHECKING:
     from torch_overlap.mesh.matmuls import DeferredMatmul
 
-__all__ = ["Provenance", "Sharded", "from_local", "provenance_of", "register"]
+__all__ = ["Provenance", "Sharded", "provenance_of", "register"]
 
 _reshard = torch.ops.torch_overlap.reshard
 
@@ -181,12 +178,8 @@ class Sharded:
     @property
     def requires_grad(self) -> bool:
         """True if this rank's part requires a gradient."""
-        local = self._local
-        return (
-            local.requires_grad
-            if local is not None
-            else bool(self._deferred_matmul and self._deferred_matmul.requires_grad)
-        )
+        source = self._deferred_matmul if self._local is None else self._local
+        return source is not None and source.requires_grad
 
     @property
     def is_leaf(self) -> bool:
@@ -530,36 +523,3 @@ _OPERATORS = """
 for _name in [*(f"__{name}__" for name in _OPERATORS.split()), *(n for n in dir(Tensor) if not n.startswith("_"))]:
     if _name not in vars(Sharded) and callable(getattr(Tensor, _name)):
         setattr(Sharded, _name, _method(getattr(Tensor, _name), _name))
-
-
-def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] | None = None) -> Sharded:
-    """Returns a Sharded of each rank's existing local tensor; nothing is sent.
-
-    A `local` that requires a gradient continues to.
-
-    Args:
-        local: this rank's part.
-        mesh: the connected mesh.
-        spec: its layout, in any spelling.
-        shape: the global shape; required if parts are uneven. Default: that of equal parts.
-
-    Raises:
-        InvalidValueError: `local` does not have the shape of this rank's part.
-    """
-    expect_connected("from_local", mesh)
-    return Sharded(local, as_dynamo_constant(_spec_of_local, local.shape, local.dtype, mesh, spec, shape))
-
-
-def _spec_of_local(
-    local: Sequence[int], dtype: torch.dtype, mesh: MeshComms, spec: Any, shape: Sequence[int] | None
-) -> ValueSpec:
-    layout = layout_of(spec, mesh, len(local))
-    if shape is None:
-        shape = [n * ranks_of(layout.mesh, axes) for n, axes in zip(local, layout.dims, strict=True)]
-    expected = layout.local_shape(shape, mesh.rank)
-    if tuple(local) != expected:
-        raise InvalidValueError(
-            f"from_local: expected {expected}, this rank's part of {tuple(shape)} under {layout}, got "
-            f"{tuple(local)}; give the global shape"
-        )
-    return spec_of(mesh, layout, shape, dtype)

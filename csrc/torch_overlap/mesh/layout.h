@@ -54,7 +54,6 @@ class TORCH_OVERLAP_API Layout {
 
   bool is_partial() const noexcept { return !partial_.empty(); }
   bool is_sharded() const noexcept;
-  bool is_replicated() const noexcept { return !is_partial() && !is_sharded(); }
   // True if the layout shards over, or is partial along, any coordinate of this part.
   bool uses(const AxisRef& ref) const noexcept;
 

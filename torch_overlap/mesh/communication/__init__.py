@@ -14,6 +14,7 @@ from torch_overlap.mesh.communication.all_reduce import all_reduce, pmean
 from torch_overlap.mesh.communication.all_to_all import all_to_all
 from torch_overlap.mesh.communication.axis_index import axis_index
 from torch_overlap.mesh.communication.broadcast import broadcast
+from torch_overlap.mesh.communication.from_local import from_local
 from torch_overlap.mesh.communication.p_permute import ppermute
 from torch_overlap.mesh.communication.reduce_scatter import reduce_scatter
 from torch_overlap.mesh.communication.reshard import assume_partial, reshard
@@ -26,6 +27,7 @@ __all__ = [
     "assume_partial",
     "axis_index",
     "broadcast",
+    "from_local",
     "gather_all_axes",
     "pmean",
     "ppermute",
