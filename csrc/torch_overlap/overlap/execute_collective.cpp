@@ -57,15 +57,6 @@ void enqueue_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& se
   session.sum(stream, sum);
 }
 
-// Exit barrier: after an operation its operands may be overwritten, so it ends only after all ranks
-// have read what they read by address.
-void enqueue_exit_barrier(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
-                          int flags) {
-  if (!session.transport.is_peer_mapped()) return;
-  session.post(stream, flags);
-  session.wait_for_flags(stream, flags_of_others(channel.group(), flags));
-}
-
 // Returns the memory for what enqueue_reduce_scatter() receives; undefined if it receives nothing.
 at::Tensor make_recv_scratch(const OverlapChannel& channel, const RowShare& rows, int64_t columns,
                              at::ScalarType dtype) {
@@ -91,17 +82,10 @@ int64_t piece_multiple(int64_t columns, int64_t element, const GemmOperand& weig
 
 void enqueue_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
                         const RowShare& rows, const GatheredRows& part, int first_flag) {
-  const int rank = channel.group().rank();
-  for (const Exchange& exchange :
-       gather_schedule(rank, channel.group().size(), GatherOrder::all_pairs).exchanges) {
-    session.exchange(stream,
-                     {.to = exchange.to,
-                      .give = part.own,
-                      .at = channel.offset_of(part.all) + rows.begin(rank) * row_bytes(part.all),
-                      .flag = first_flag + rank,
-                      .from = exchange.from,
-                      .get = rows_of_rank(part.all, rows, exchange.from),
-                      .get_flag = first_flag + exchange.from});
+  const auto schedule =
+      gather_schedule(channel.group().rank(), channel.group().size(), GatherOrder::all_pairs);
+  for (const Exchange& exchange : schedule.exchanges) {
+    session.exchange(stream, chunk_move(channel, part, rows, exchange, first_flag));
   }
 }
 
@@ -191,7 +175,7 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
                    .cluster = problem.cluster}},
           room);
     }
-    enqueue_exit_barrier(channel, session, comm, count * size);
+    enqueue_barrier(channel, session, comm, count * size);
   };
   channel.operate(op, body,
                   {.begin = EntryPayload{.rows = problem.rows.rows,
@@ -238,7 +222,7 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
                                           .blocks = problem.blocks,
                                           .cluster = problem.cluster}},
                                  received);
-          enqueue_exit_barrier(channel, session, comm, size);
+          enqueue_barrier(channel, session, comm, size);
         }
         for (size_t i = 0; i < products.size(); ++i) {
           session.gemm(static_cast<int>(i) % streams.num_compute_streams(), products[i]);

@@ -81,6 +81,29 @@ class PartialBiasGrad {
   int64_t next_ = 0;
 };
 
+// Returns the source and destination of one exchange of a gathered matrix.
+inline Transport::Move chunk_move(const OverlapChannel& channel, const GatheredRows& part,
+                                  const RowShare& rows, const Exchange& exchange, int first_flag) {
+  const int rank = channel.group().rank();
+  return {.to = exchange.to,
+          .give = exchange.give == rank ? part.own : rows_of_rank(part.all, rows, exchange.give),
+          .at = channel.offset_of(part.all) + rows.begin(exchange.give) * row_bytes(part.all),
+          .flag = first_flag + exchange.give,
+          .from = exchange.from,
+          .get = rows_of_rank(part.all, rows, exchange.get),
+          .get_flag = first_flag + exchange.get};
+}
+
+// Enqueues a barrier of the ranks that map each other's memory: signals flags + rank() on all ranks
+// after what was enqueued on the stream, and waits until all of them have signalled. At the end of
+// an operation it keeps operands from being overwritten before all ranks have read them by address.
+inline void enqueue_barrier(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
+                            int flags) {
+  if (channel.group().size() == 1 || !session.transport.is_peer_mapped()) return;
+  session.post(stream, flags);
+  session.wait_for_flags(stream, flags_of_others(channel.group(), flags));
+}
+
 // Enqueues the all-gather of `part`: every rank sends its rows to all others. Flag first_flag + r
 // signals the chunk of rank r.
 void enqueue_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int stream,

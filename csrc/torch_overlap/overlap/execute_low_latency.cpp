@@ -9,14 +9,6 @@
 namespace torch_overlap {
 namespace {
 
-// Signals all others that the stream has reached this point, and waits until they have reached it
-// too.
-void enqueue_barrier(OverlapChannel& channel, OverlapChannel::Session& session, int flags) {
-  if (channel.group().size() == 1) return;
-  session.post(0, flags);
-  session.wait_for_flags(0, flags_of_others(channel.group(), flags));
-}
-
 // Gathers the sums of all parts, which every rank has stored at sums_offset.
 void enqueue_gather_of_sums(OverlapChannel::Session& session, const LowLatencySum& sum) {
   for (int rank = 0; rank < sum.rows.size; ++rank) {
@@ -46,7 +38,7 @@ void enqueue_low_latency_sum(OverlapChannel& channel, OverlapChannel::Session& s
   const int64_t begin = whole ? 0 : sum.rows.begin(rank);
   const int64_t length = whole ? sum.rows.rows : sum.rows.length(rank);
   const auto dtype = sum.out.scalar_type();
-  enqueue_barrier(channel, session, 0);
+  enqueue_barrier(channel, session, 0, 0);
   if (length > 0) {
     SumArgs args{
         .out = one_shot ? sum.out : channel.data(sum.sums_offset, {length, sum.columns()}, dtype),
@@ -60,7 +52,7 @@ void enqueue_low_latency_sum(OverlapChannel& channel, OverlapChannel::Session& s
     }
     session.sum(0, args);
   }
-  enqueue_barrier(channel, session, size);
+  enqueue_barrier(channel, session, 0, size);
   if (!one_shot) enqueue_gather_of_sums(session, sum);
 }
 

@@ -9,19 +9,6 @@ IndexRange rows_of_step(const RowShare& rows, const ChunkStep& step) {
   return {begin, rows.begin(step.first + step.count) - begin};
 }
 
-// Returns the source and destination of one exchange of a gathered matrix.
-Transport::Move chunk_move(const OverlapChannel& channel, const GatheredRows& part,
-                           const RowShare& rows, const Exchange& exchange, int first_flag) {
-  const int rank = channel.group().rank();
-  return {.to = exchange.to,
-          .give = exchange.give == rank ? part.own : rows_of_rank(part.all, rows, exchange.give),
-          .at = channel.offset_of(part.all) + rows.begin(exchange.give) * row_bytes(part.all),
-          .flag = first_flag + exchange.give,
-          .from = exchange.from,
-          .get = rows_of_rank(part.all, rows, exchange.get),
-          .get_flag = first_flag + exchange.get};
-}
-
 }  // namespace
 
 void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
