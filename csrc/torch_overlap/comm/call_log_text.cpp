@@ -79,7 +79,7 @@ std::string joined(const Values& values, const Text& text) {
   return out;
 }
 
-std::string numel(const at::Tensor& tensor) {
+std::string num_elements(const at::Tensor& tensor) {
   return std::to_string(tensor.defined() ? tensor.numel() : 0);
 }
 
@@ -128,7 +128,7 @@ class Signature {
     add(concat(name, is_split       ? "_splits"
                      : side.is_list ? "_counts"
                                     : "_count"),
-        joined(side.tensors, is_split ? rows : numel));
+        joined(side.tensors, is_split ? rows : num_elements));
   }
   void add_sides(const Side& input, const Side& output) {
     add_counts("in", input);
@@ -146,8 +146,8 @@ class Signature {
     }
     const P2POp& message = call_.p2p.front();
     const bool is_send = message.type == P2POp::Type::SEND;
-    add("in_count", is_send ? numel(message.tensor) : "0");
-    add("out_count", is_send ? "0" : numel(message.tensor));
+    add("in_count", is_send ? num_elements(message.tensor) : "0");
+    add("out_count", is_send ? "0" : num_elements(message.tensor));
     add("dtype", dtype_name(message.tensor.scalar_type()));
     add("peer", std::to_string(message.peer));
     add_buffers(is_send ? "in" : "out", message.tensor);
@@ -159,8 +159,8 @@ class Signature {
       case Primitive::broadcast:
       case Primitive::all_reduce:
       case Primitive::reduce:
-        add("in_count", numel(call_.tensor));
-        add("out_count", numel(call_.tensor));
+        add("in_count", num_elements(call_.tensor));
+        add("out_count", num_elements(call_.tensor));
         add("dtype", dtype_name(call_.tensor.scalar_type()));
         add_buffers("buf", call_.tensor);
         break;
