@@ -530,6 +530,8 @@ TEST(PlanNorm, LinesOfTwoRanksThenSimple) {
   EXPECT_EQ(protocol(97, true), Protocol::simple);
   EXPECT_EQ(protocol(256, true), Protocol::simple);
   EXPECT_EQ(protocol(257, true), Protocol::none);
+  EXPECT_EQ(block_scaled_plan(2, 128, 4096, CollectiveMode::automatic).protocol, Protocol::ll128);
+  EXPECT_EQ(block_scaled_plan(2, 129, 4096, CollectiveMode::automatic).row_blocks, 0);
   EXPECT_EQ(protocol(24, false), Protocol::ll);
   EXPECT_EQ(protocol(25, false), Protocol::simple);
 }
