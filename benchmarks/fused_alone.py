@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from own_gemm import BASELINE, OWN, check, products_of, sampler_of, shapes_of
 
-from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
+from torch_overlap._gemm import custom_gemm_kernels, run_custom_gemm_kernel
 from torch_overlap._timing import Samples, interleave, ratio_of, spread_of
 from torch_overlap.gemm import GemmArgs, gemm, set_gemm_tuning
 from torch_overlap.tools.bench.result import result, write
@@ -159,7 +159,7 @@ def measure(library: Any, name: str, products: Sequence[GemmArgs], tp: int, roun
     variants = fused_variants(library, name, (m, n, product.lhs.data.shape[1]), tp)
     expected = product_of(product)
     calls: dict[str, Callable[[GemmArgs], object]] = {BASELINE: gemm}
-    calls |= {OWN + kernel: partial(run_own_gemm_kernel, kernel=kernel) for kernel in own_gemm_kernels(product)}
+    calls |= {OWN + kernel: partial(run_custom_gemm_kernel, kernel=kernel) for kernel in custom_gemm_kernels(product)}
     for call in calls.values():
         check(call, product, expected)
     for variant in variants.values():

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
+from torch_overlap._gemm import custom_gemm_kernels, run_custom_gemm_kernel
 from torch_overlap._timing import host_sampler, interleave, ratio_of, spread_of
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, gemm_statistics, set_gemm_tuning
 from torch_overlap.tools.bench.result import write_result
@@ -40,8 +40,8 @@ def plain(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> dict[str, Var
         return GemmArgs(GemmOperand(x), GemmOperand(w, True), out, **epilogue)
 
     product, with_bias = build(), build(bias=bias)
-    kernels = own_gemm_kernels(product)
-    own: Variants = {"own": partial(run_own_gemm_kernel, product, kernels[0])} if kernels else {}
+    kernels = custom_gemm_kernels(product)
+    own: Variants = {"own": partial(run_custom_gemm_kernel, product, kernels[0])} if kernels else {}
     return {
         "bf16 x w^T": own
         | {

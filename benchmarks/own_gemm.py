@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from cutlass_kernels import SETTINGS, CutlassKernels, Setting
 
-from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
+from torch_overlap._gemm import custom_gemm_kernels, run_custom_gemm_kernel
 from torch_overlap._timing import Samples, Stopwatch, in_graph, interleave, ratio_of, spread_of
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, set_gemm_tuning
 from torch_overlap.tools.bench.cases import GATHERS, SCATTERS, Case
@@ -123,7 +123,7 @@ def cutlass_settings(kernels: CutlassKernels, products: list[GemmArgs], dtype: s
 def measure(products: list[GemmArgs], rounds: int, others: dict[str, Call]) -> Samples:
     """Returns microseconds of a call, by variant."""
     variants: dict[str, Call] = {BASELINE: gemm}
-    variants |= {kernel: partial(run_own_gemm_kernel, kernel=kernel) for kernel in own_gemm_kernels(products[0])}
+    variants |= {kernel: partial(run_custom_gemm_kernel, kernel=kernel) for kernel in custom_gemm_kernels(products[0])}
     variants |= others
     return interleave({name: sampler_of(call, products) for name, call in variants.items()}, rounds)
 

@@ -257,13 +257,13 @@ void register_gemm(py::module_& module) {
       [](const std::vector<GemmArgs>& group) { grouped_gemm("grouped_gemm", group); },
       py::arg("group"), py::call_guard<py::gil_scoped_release>());
   own.def(
-      "own_gemm_kernels",
-      [](const GemmArgs& args) { return custom_gemm_kernels("own_gemm_kernels", args); },
+      "custom_gemm_kernels",
+      [](const GemmArgs& args) { return custom_gemm_kernels("custom_gemm_kernels", args); },
       py::arg("args"));
   own.def(
-      "run_own_gemm_kernel",
+      "run_custom_gemm_kernel",
       [](const GemmArgs& args, const std::string& kernel) {
-        run_custom_gemm_kernel("run_own_gemm_kernel", args, kernel);
+        run_custom_gemm_kernel("run_custom_gemm_kernel", args, kernel);
       },
       py::arg("args"), py::arg("kernel"), py::call_guard<py::gil_scoped_release>());
   own.def("set_gemm_tuning", &set_gemm_tuning, py::arg("tuning"));

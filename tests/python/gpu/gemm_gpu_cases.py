@@ -4,7 +4,7 @@ import pytest
 import torch
 from gemm_cases import make_case
 
-from torch_overlap._gemm import run_own_gemm_kernel
+from torch_overlap._gemm import run_custom_gemm_kernel
 
 TILES = ["128x256", "128x224", "128x192", "128x128", "64x256"]  # tiles of our own kernels
 OWN_LAYOUTS = ["NN", "NT", "TN"]  # layouts that they support, for 16-bit operands
@@ -57,6 +57,6 @@ def run_twice(case, kernel):
     """Runs one of our own kernels twice: the second run finds the state that the first one left."""
     for _ in range(2):
         case.args.out.fill_(float("nan"))
-        run_own_gemm_kernel(case.args, kernel)
+        run_custom_gemm_kernel(case.args, kernel)
     torch.cuda.synchronize()
     case.check()

@@ -13,7 +13,7 @@ import torch
 
 import torch_overlap as to
 from torch_overlap import gemm as layer
-from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
+from torch_overlap._gemm import custom_gemm_kernels, run_custom_gemm_kernel
 from torch_overlap.gemm import GemmArgs, GemmOperand, gemm, gemm_statistics
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gemm"))
@@ -42,7 +42,7 @@ def test_our_own_kernels(dtype, layout, sizes):
         if "bgrad" in epilogue:
             continue  # the caller's part
         case = case_of(*sizes, dtype=dtype, layout=layout, epilogue=epilogue)
-        kernels = own_gemm_kernels(case.args)
+        kernels = custom_gemm_kernels(case.args)
         assert kernels == (tiles_of(layout, sizes[0]) if epilogue in fused else [])
         for kernel in kernels:
             run_twice(case, kernel)
@@ -63,11 +63,11 @@ def check_in_a_frame(case, kernels):
     frame = torch.empty(m + 32, n + 272 + -n % 8, dtype=args.out.dtype, device="cuda")
     out = frame[16 : 16 + m, 16 : 16 + n]
     case.args = GemmArgs(args.lhs, args.rhs, out, bias=args.bias, gelu=args.gelu)
-    assert own_gemm_kernels(case.args) == kernels
+    assert custom_gemm_kernels(case.args) == kernels
     for kernel in kernels or [None]:
         frame.fill_(float("nan"))
         if kernel:
-            run_own_gemm_kernel(case.args, kernel)
+            run_custom_gemm_kernel(case.args, kernel)
         else:
             gemm(case.args)
         torch.cuda.synchronize()
@@ -118,14 +118,14 @@ def test_our_own_kernels_give_the_same_bits_each_time(layout):
     """Several tiles per block, without state of the previous run."""
     case = case_of(4104, 2568, 584, dtype=torch.bfloat16, layout=layout, epilogue="bias_gelu")
     out = case.args.out
-    for kernel in own_gemm_kernels(case.args):
-        run_own_gemm_kernel(case.args, kernel)
+    for kernel in custom_gemm_kernels(case.args):
+        run_custom_gemm_kernel(case.args, kernel)
         first = out.clone()
         case.check()
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for _ in range(200):
             out.fill_(float("nan"))
-            run_own_gemm_kernel(case.args, kernel)
+            run_custom_gemm_kernel(case.args, kernel)
             wrong += (out != first).sum()
         assert wrong == 0, kernel
 
@@ -167,7 +167,7 @@ def test_more_matrices_than_tensor_maps_are_kept():
     for _ in range(2):
         frame.fill_(float("nan"))
         for out in frame:
-            run_own_gemm_kernel(GemmArgs(case.args.lhs, case.args.rhs, out), "64x256")
+            run_custom_gemm_kernel(GemmArgs(case.args.lhs, case.args.rhs, out), "64x256")
         assert ((frame.double() - case.expected["out"]).abs() <= case.allowed["out"]).all()
 
 
@@ -184,12 +184,12 @@ def test_our_own_kernels_of_8_bits(scaling, types, out_dtype, sizes):
     options = {"dtype": types[0], "rhs_dtype": types[1], "out_dtype": out_dtype, "scaling": scaling}
     for epilogue in ("none", "bias", "gelu", "bias_gelu"):
         case = case_of(*sizes, epilogue=epilogue, **options)
-        kernels = own_gemm_kernels(case.args)
+        kernels = custom_gemm_kernels(case.args)
         assert kernels == TILES
         for kernel in kernels:
             run_twice(case, kernel)
     split = case_of(*sizes, use_split_accumulator=True, **options)
-    assert own_gemm_kernels(split.args) == []
+    assert custom_gemm_kernels(split.args) == []
 
 
 def test_the_best_of_all_kernels():
@@ -204,7 +204,7 @@ def test_the_best_of_all_kernels():
     assert gemm_statistics()["measured"] >= 4
     if capability()[0] == 9:
         with pytest.raises(to.UnsupportedError, match="expected one of our kernels"):
-            run_own_gemm_kernel(case.args, "1x1")
+            run_custom_gemm_kernel(case.args, "1x1")
 
 
 FIRST_CALL = """

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
+from torch_overlap._gemm import custom_gemm_kernels, run_custom_gemm_kernel
 from torch_overlap.gemm import GemmArgs, GemmOperand
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gemm"))
@@ -70,11 +70,11 @@ class Products:
     def run(self):
         self.fill()
         args, want = self.args(), self.want()
-        kernels = own_gemm_kernels(args)
+        kernels = custom_gemm_kernels(args)
         assert kernels == TILES
         for kernel in kernels:
             self.out.fill_(float("nan"))
-            run_own_gemm_kernel(args, kernel)
+            run_custom_gemm_kernel(args, kernel)
             self.wrong += (self.out != want).sum()
 
     def capture(self, stream=None):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torch_overlap import gemm as layer
-from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
+from torch_overlap._gemm import custom_gemm_kernels, run_custom_gemm_kernel
 from torch_overlap.gemm import GemmArgs, gemm, gemm_statistics
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gemm"))
@@ -43,7 +43,7 @@ def between(case, out, residual):
 
 def run_all(case):
     """Runs every kernel twice, out of place and in place of the residual: the bits are the same."""
-    kernels = own_gemm_kernels(case.args)
+    kernels = custom_gemm_kernels(case.args)
     results = {}
     kept = case.args.residual.clone()
     for kernel in kernels:
@@ -54,7 +54,7 @@ def run_all(case):
     between(case, out, out)
     for kernel, result in results.items():
         out.copy_(kept)
-        run_own_gemm_kernel(case.args, kernel)
+        run_custom_gemm_kernel(case.args, kernel)
         torch.cuda.synchronize()
         assert torch.equal(out, result), kernel
     return kernels
@@ -92,11 +92,11 @@ def test_rows_of_the_residual_are_as_far_apart_as_they_like(n, strides):
         frames = [torch.full((m + 2, n + gap), float("nan"), dtype=torch.bfloat16, device="cuda") for gap in strides]
         out, residual = (frame[1:-1, gap : gap + n] for frame, gap in zip(frames, strides, strict=True))
         between(case, out, residual)
-        kernels = own_gemm_kernels(case.args)
+        kernels = custom_gemm_kernels(case.args)
         assert kernels == TILES
         for kernel in kernels:
             frames[0].fill_(float("nan"))
-            run_own_gemm_kernel(case.args, kernel)
+            run_custom_gemm_kernel(case.args, kernel)
             torch.cuda.synchronize()
             case.check()
             for frame in frames:
@@ -115,7 +115,7 @@ def test_rows_that_end_within_16_bytes(tuning, n):
     kept = case.args.residual.clone()
     for residual in (kept, out):
         between(case, out, residual)
-        assert own_gemm_kernels(case.args) == []
+        assert custom_gemm_kernels(case.args) == []
         for _ in range(2):
             out.copy_(kept)
             gemm(case.args)
@@ -132,9 +132,9 @@ def test_rows_of_the_residual_between_those_of_the_result():
         out, residual = rows[:, n:], rows[:, :n]
         between(case, out, residual)
         kept = residual.clone()
-        for kernel in own_gemm_kernels(case.args):
+        for kernel in custom_gemm_kernels(case.args):
             out.fill_(float("nan"))
-            run_own_gemm_kernel(case.args, kernel)
+            run_custom_gemm_kernel(case.args, kernel)
             torch.cuda.synchronize()
             case.check()
             assert torch.equal(residual, kept), kernel
@@ -147,7 +147,7 @@ def test_a_residual_that_tensor_copies_do_not_read():
         case = case_of(264, 136, 200, dtype=torch.bfloat16, residual=True)
         frame = torch.empty(264, wide, dtype=torch.bfloat16, device="cuda")
         between(case, case.args.out, frame[:, begin : begin + 136])
-        assert own_gemm_kernels(case.args) == []
+        assert custom_gemm_kernels(case.args) == []
         for tuning in ("heuristic", "best"):
             layer.set_gemm_tuning(tuning)
             case.args.out.fill_(float("nan"))
@@ -201,14 +201,14 @@ def test_a_graph_with_changing_inputs():
     case = case_of(*sizes, dtype=torch.bfloat16, residual=True)
     out = torch.empty_like(case.args.out)
     between(case, out, out)
-    kernels = own_gemm_kernels(case.args)
+    kernels = custom_gemm_kernels(case.args)
     for kernel in kernels:
-        run_own_gemm_kernel(case.args, kernel)
+        run_custom_gemm_kernel(case.args, kernel)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for kernel in kernels:
-            run_own_gemm_kernel(case.args, kernel)
+            run_custom_gemm_kernel(case.args, kernel)
     for _ in range(100):
         other = case_of(*sizes, dtype=torch.bfloat16, residual=True)
         for side in ("lhs", "rhs"):
@@ -217,5 +217,5 @@ def test_a_graph_with_changing_inputs():
         graph.replay()
         eager = GemmArgs(other.args.lhs, other.args.rhs, other.args.residual, accumulate=True)
         for kernel in kernels:
-            run_own_gemm_kernel(eager, kernel)
+            run_custom_gemm_kernel(eager, kernel)
         assert torch.equal(out, other.args.residual)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_overlap as to
-from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
+from torch_overlap._gemm import custom_gemm_kernels, run_custom_gemm_kernel
 from torch_overlap.tools.bench.cases import Case
 from torch_overlap.tools.bench.libraries import Arena, Libraries, Library
 from torch_overlap.tools.bench.problem import (
@@ -244,10 +244,10 @@ def gemm_alone(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
     problem.add("auto", "ours", lambda i: made.multiply(xs[i % sets], ws[i % sets], out), chosen="cublaslt")
 
     def own(i: int, kernel: str) -> Tensor:
-        run_own_gemm_kernel(made.arguments(xs[i % sets], ws[i % sets], out), kernel)
+        run_custom_gemm_kernel(made.arguments(xs[i % sets], ws[i % sets], out), kernel)
         return out
 
-    kernels = own_gemm_kernels(made.arguments(xs[0], ws[0], out))
+    kernels = custom_gemm_kernels(made.arguments(xs[0], ws[0], out))
     for kernel in kernels:
         problem.add(f"own {kernel}", "ours", partial(call_named, own, kernel))
     if not kernels:

@@ -156,8 +156,8 @@ def test_the_way_that_a_collective_took(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_our_own_kernels_are_beside_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    monkeypatch.setattr(gemms, "own_gemm_kernels", lambda args: ["64x256", "128x128"])
-    monkeypatch.setattr(gemms, "run_own_gemm_kernel", lambda args, kernel: ran.append((kernel, args.out.shape)))
+    monkeypatch.setattr(gemms, "custom_gemm_kernels", lambda args: ["64x256", "128x128"])
+    monkeypatch.setattr(gemms, "run_custom_gemm_kernel", lambda args, kernel: ran.append((kernel, args.out.shape)))
     ranks: Any = SimpleNamespace(device=torch.device("cpu"), size=4)
     libraries: Any = None
     problem = gemms.gemm_alone(Case("gemm", (16, 32, 8)), ranks, libraries, ())
