@@ -9,8 +9,8 @@ FULL_GRID_WAITS = ("fused_gather_kernel", "low_latency_gather_kernel", "low_late
 SINGLE_BLOCK_WAITS = ("begin_kernel", "await_kernel")
 # Other kernels that wait for ranks: collectives, and signals of windows.
 COLLECTIVES = ("ll_copy_kernel", "ll_reduce_kernel", "ll_norm_kernel", "ll128_copy_kernel", "ll128_reduce_kernel",
-               "simple_copy_kernel", "simple_reduce_kernel", "simple_norm_kernel", "two_shot_kernel", "bulk_kernel",
-               "zero_copy", "nccl", "wait_kernel")  # fmt: skip
+               "ll128_norm_kernel", "simple_copy_kernel", "simple_reduce_kernel", "simple_norm_kernel",
+               "two_shot_kernel", "bulk_kernel", "zero_copy", "nccl", "wait_kernel")  # fmt: skip
 WAITS = (*FULL_GRID_WAITS, *SINGLE_BLOCK_WAITS, *COLLECTIVES)
 NON_WAITING = {
     "increment_counter_kernel",

@@ -136,7 +136,7 @@ def test_results_leave_caching_moves_without_copies():
                 y, z = compiled(x, w)
                 for value in (x, w, y, z):
                     assert value._copies is None
-                    assert not value._caches_in_trace
+                    assert not value._caches_in_dynamo
                 x = y
             assert counter.frame_count == 1
             y.reshard(None)
