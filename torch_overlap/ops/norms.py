@@ -95,8 +95,8 @@ def all_reduce_rms_norm_quantize(
     Args:
         x, residual, weight, bias, eps: as for `all_reduce_rms_norm`.
         scaling_mode: DELAYED_TENSOR_SCALING multiplies with `scale`; ROW_SCALING and BLOCK_1D_SCALING compute a scale
-            of each row, or of each 128 elements of a row. These three are part of the kernel. The others of `quantize`
-            are supported too, by operators that follow.
+            of each row, or of each 128 elements of a row. For 16-bit x over NCCL these three are part of the kernel.
+            All others of `quantize`, and other dtypes and backends, are served by an operator that follows.
         scale: float32 of one element, for DELAYED_TENSOR_SCALING only: the inverse of the scale_inv that is returned.
         return_norm: also returns the rows that were quantized.
 
