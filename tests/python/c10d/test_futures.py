@@ -117,9 +117,11 @@ def power_sgd(rank, size, store):
 
 
 def hooks(rank, size, store):
-    results = []
+    results, kept = [], []
     for backend in ("gloo", "torch_overlap"):
         init(rank, size, dist.PrefixStore(backend, store), backend=backend)
+        # gloo ends the process where a callback of its own thread drops the group last.
+        kept += [dist.group.WORLD] if backend == "gloo" else []
         results.append(power_sgd(rank, size, store))
         dist.destroy_process_group()
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
@@ -127,3 +129,14 @@ def hooks(rank, size, store):
 
 def test_ddp_trains_with_the_power_sgd_hook():
     run_ranks(hooks, 2, comm=False, timeout=120)
+
+
+def groups_dropped_by_hooks(rank, size, store):
+    for i in range(12):
+        init(rank, size, dist.PrefixStore(str(i), store))
+        power_sgd(rank, size, store)
+        dist.destroy_process_group()
+
+
+def test_a_callback_may_drop_the_group_last():
+    run_ranks(groups_dropped_by_hooks, 2, comm=False, timeout=120)

@@ -197,7 +197,8 @@ def test_ctrl_c_ends_torchrun_and_all_ranks(launcher, tmp_path, after):
     if after == "training":
         wait_for_line(process, r"step +1/")
     else:
-        wait_until(lambda: len(launcher.running()) >= 3)
+        wait_until(lambda: len(launcher.running()) >= 3 or process.poll() is not None, SECONDS)
+        assert process.poll() is None, process.stdout.read()
         time.sleep(1.0)  # the ranks have started to import torch
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=SECONDS)
