@@ -40,6 +40,11 @@ def run(*command: object, **env: str) -> None:
         sys.exit(f"make_wheels: {shlex.join(words)} failed; its message is above")
 
 
+def find_python(command: str) -> str:
+    """Returns the path of a Python, which pip wants; the command itself if there is none."""
+    return shutil.which(command) or command
+
+
 def unsupported_reason(python: str) -> str:
     """Returns why no wheel can be made for this Python, or an empty string."""
     try:
@@ -78,7 +83,8 @@ def main() -> None:
     parser.add_argument("pythons", nargs="+", metavar="PYTHON", help="a command on the path, or a path")
     args = parser.parse_args()
 
-    reasons = {python: unsupported_reason(python) for python in args.pythons}
+    pythons = [find_python(command) for command in args.pythons]
+    reasons = {python: unsupported_reason(python) for python in pythons}
     missing = [f"{python} ({reason})" for python, reason in reasons.items() if reason]
     if missing:
         sys.exit(
@@ -93,7 +99,7 @@ def main() -> None:
         sys.exit(f"make_wheels: expected {', '.join(absent)} in {sys.executable}, got none. Install them with its pip.")
 
     out = ROOT / "dist" / f"torch{importlib.metadata.version('torch').partition('+')[0]}"
-    for python in args.pythons:
+    for python in pythons:
         wheel = make_wheel(python, out)
         with zipfile.ZipFile(wheel) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())

@@ -14,6 +14,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 check_metadata = runpy.run_path(str(ROOT / "scripts" / "check_wheel.py"))["check_metadata"]
+find_python = runpy.run_path(str(ROOT / "scripts" / "make_wheels.py"))["find_python"]
 
 FOLDER = "torch_overlap-1.2.dist-info"
 FILES = [
@@ -88,6 +89,13 @@ def test_every_python_without_a_wheel_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'bare'} (no Python.h" in made.stderr
     assert f"{tmp_path / 'none'} (No such file or directory)" in made.stderr
     assert f"{sys.executable} (" not in made.stderr
+
+
+def test_pip_takes_a_python_that_is_named_by_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    found = find_python(Path(sys.executable).name)
+    pip = [sys.executable, "-m", "pip", "--python", found, "--version"]
+    assert subprocess.run(pip, capture_output=True, timeout=120).returncode == 0
 
 
 def test_the_source_distribution_has_every_folder_that_cmake_adds() -> None:
