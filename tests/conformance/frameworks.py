@@ -29,6 +29,7 @@ TESTS = {
     "torchft": ("compat/test_torchft.py", ""),
     "accelerate": ("compat/test_recipes.py", "accelerate"),
     "lightning-fabric": ("compat/test_recipes.py", "fabric"),
+    "deepspeed": ("compat/test_recipes.py", "deepspeed"),
 }
 
 

@@ -1,9 +1,11 @@
-"""Data parallelism of accelerate and Lightning Fabric over the backend, as docs/howto/frameworks.md writes it."""
+"""Data parallelism of accelerate, Lightning Fabric and DeepSpeed over the backend, as docs/howto/frameworks.md writes it."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -98,3 +100,34 @@ def with_fabric(rank: int, size: int, store: Any, seed: int) -> None:
 def test_lightning_fabric(seed: int) -> None:
     pytest.importorskip("lightning_fabric")
     run_ranks(with_fabric, 2, seed, comm=False, timeout=120)
+
+
+def with_deepspeed(rank: int, size: int, store: Any, seed: int, folder: str) -> None:
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_SIZE": str(size),
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu",
+                 "TORCH_EXTENSIONS_DIR": folder}  # fmt: skip
+    dist.init_process_group("torch_overlap", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    with mock.patch.dict(os.environ, variables):
+        import deepspeed
+
+        for stage in range(4):  # in one process group: DeepSpeed keeps groups in global variables
+            model = make(seed + rank)  # ZeRO takes that of rank 0
+            config = {
+                "train_micro_batch_size_per_gpu": 4,
+                "zero_optimization": {"stage": stage},
+                "zero_allow_untested_optimizer": True,
+            }
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config, dist_init_required=False
+            )
+            for step in range(3):
+                engine.backward(engine(batch(seed, step, rank, size)).square().mean())
+                engine.step()
+            with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+                expect(model, seed, size)
+
+
+def test_deepspeed(seed: int, tmp_path: Path) -> None:
+    if not (importlib.util.find_spec("deepspeed") and importlib.util.find_spec("ninja")):
+        pytest.skip("DeepSpeed is not installed")
+    run_ranks(with_deepspeed, 2, seed, str(tmp_path), comm=False, timeout=500)  # it compiles an operator

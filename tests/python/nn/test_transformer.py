@@ -166,7 +166,8 @@ def compiled(comm, seed, sequence_parallel, autocast):
             y = one(leaf)
         y.float().square().mean().backward()
         results.append({"y": y.detach(), "x": leaf.grad} | {name: p.grad for name, p in module.named_parameters()})
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-4, "atol": 1e-5}
+    # Ten roundings to bfloat16: eager and compiled code round at other places.
+    tolerance = {"rtol": 4e-2, "atol": 4e-2} if autocast else {"rtol": 1e-4, "atol": 1e-5}
     wanted, found = results
     for name, want in wanted.items():
         got = found[name]
