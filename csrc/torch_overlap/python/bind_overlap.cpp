@@ -21,107 +21,55 @@ using OptionalTensor = std::optional<Tensor>;
 
 Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
 
-// The operands in the order of Transformer Engine: A is the weight, B the activations, and D = B A
-// with torch's row-major storage.
-struct TeGemmArguments {
-  Tensor A;
-  bool transa;
-  OptionalTensor B;
-  bool transb;
-  OptionalTensor D;
-  OptionalTensor bias;
-  OptionalTensor pre_gelu_out;
-  OptionalTensor workspace;
-  bool grad;
-  bool accumulate;
-  bool use_split_accumulator;
-  int64_t scaling_mode;
-  OptionalTensor A_scale_inv;
-  OptionalTensor B_scale_inv;
-  OptionalTensor A_columnwise_data;
-  OptionalTensor A_columnwise_scale_inv;
-  OptionalTensor B_columnwise_data;
-  OptionalTensor B_columnwise_scale_inv;
-  bool A_scales_swizzled;
-  bool B_scales_swizzled;
-  OptionalTensor D_scale;
-  OptionalTensor D_amax;
-
-  GemmArgs args(std::string_view op) const {
-    const ScalingMode mode = torch_overlap::scaling_mode(op, scaling_mode);
-    GemmArgs made;
-    // The mode is that of the weights: two operands with 128 x 128 blocks cannot be multiplied.
-    made.lhs = {
-        .data = or_undefined(B),
-        .transposed = transb,
-        .scaling = mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode,
-        .scale_inv = or_undefined(B_scale_inv),
-        .swizzled = B_scales_swizzled,
-        .columnwise_data = or_undefined(B_columnwise_data),
-        .columnwise_scale_inv = or_undefined(B_columnwise_scale_inv)};
-    made.rhs = {.data = A,
-                .transposed = transa,
-                .scaling = mode,
-                .scale_inv = or_undefined(A_scale_inv),
-                .swizzled = A_scales_swizzled,
-                .columnwise_data = or_undefined(A_columnwise_data),
-                .columnwise_scale_inv = or_undefined(A_columnwise_scale_inv)};
-    made.out = or_undefined(D);
-    if (grad) {
-      made.epilogue.bias_grad = or_undefined(bias);
-      made.epilogue.gelu_input = or_undefined(pre_gelu_out);
-    } else {
-      made.epilogue.bias = or_undefined(bias);
-      made.epilogue.gelu = pre_gelu_out.has_value();
-      made.epilogue.pre_gelu_out = or_undefined(pre_gelu_out);
-    }
-    made.accumulate = accumulate;
-    made.use_split_accumulator = use_split_accumulator;
-    made.out_scale = or_undefined(D_scale);
-    made.out_amax = or_undefined(D_amax);
-    made.workspace = or_undefined(workspace);
-    return made;
-  }
-};
-
-// Defines a method whose arguments are those of a product and then `extra`.
+// Defines a method whose arguments are those of a product, in the order of Transformer Engine, and
+// then `extra`: A is the weight, B the activations, and D = B A with torch's row-major storage.
 template <typename Class, typename Run, typename... Extra>
 void def_gemm_method(Class& cls, const char* name, const Run& run, const char* doc,
                      const Extra&... extra) {
   cls.def(
       name,
-      [run](CommOverlapCore& self, const Tensor& A, bool transa, const OptionalTensor& B,
-            bool transb, const OptionalTensor& D, const OptionalTensor& bias,
-            const OptionalTensor& pre_gelu_out, const OptionalTensor& workspace, bool grad,
-            bool accumulate, bool use_split_accumulator, const OptionalTensor& output,
-            int64_t scaling_mode, const OptionalTensor& A_scale_inv,
-            const OptionalTensor& B_scale_inv, const OptionalTensor& A_columnwise_data,
-            const OptionalTensor& A_columnwise_scale_inv, const OptionalTensor& B_columnwise_data,
-            const OptionalTensor& B_columnwise_scale_inv, bool A_scales_swizzled,
-            bool B_scales_swizzled, const OptionalTensor& D_scale, const OptionalTensor& D_amax,
-            CommOverlapType comm_type) {
-        const TeGemmArguments product{A,
-                                      transa,
-                                      B,
-                                      transb,
-                                      D,
-                                      bias,
-                                      pre_gelu_out,
-                                      workspace,
-                                      grad,
-                                      accumulate,
-                                      use_split_accumulator,
-                                      scaling_mode,
-                                      A_scale_inv,
-                                      B_scale_inv,
-                                      A_columnwise_data,
-                                      A_columnwise_scale_inv,
-                                      B_columnwise_data,
-                                      B_columnwise_scale_inv,
-                                      A_scales_swizzled,
-                                      B_scales_swizzled,
-                                      D_scale,
-                                      D_amax};
+      [run, name](
+          CommOverlapCore& self, const Tensor& A, bool transa, const OptionalTensor& B, bool transb,
+          const OptionalTensor& D, const OptionalTensor& bias, const OptionalTensor& pre_gelu_out,
+          const OptionalTensor& workspace, bool grad, bool accumulate, bool use_split_accumulator,
+          const OptionalTensor& output, int64_t scaling_mode, const OptionalTensor& A_scale_inv,
+          const OptionalTensor& B_scale_inv, const OptionalTensor& A_columnwise_data,
+          const OptionalTensor& A_columnwise_scale_inv, const OptionalTensor& B_columnwise_data,
+          const OptionalTensor& B_columnwise_scale_inv, bool A_scales_swizzled,
+          bool B_scales_swizzled, const OptionalTensor& D_scale, const OptionalTensor& D_amax,
+          CommOverlapType comm_type) {
+        const ScalingMode mode = torch_overlap::scaling_mode(name, scaling_mode);
+        GemmArgs product;
+        // The mode is that of the weights: two operands with 128 x 128 blocks cannot be multiplied.
+        product.lhs = {
+            .data = or_undefined(B),
+            .transposed = transb,
+            .scaling = mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode,
+            .scale_inv = or_undefined(B_scale_inv),
+            .swizzled = B_scales_swizzled,
+            .columnwise_data = or_undefined(B_columnwise_data),
+            .columnwise_scale_inv = or_undefined(B_columnwise_scale_inv)};
+        product.rhs = {.data = A,
+                       .transposed = transa,
+                       .scaling = mode,
+                       .scale_inv = or_undefined(A_scale_inv),
+                       .swizzled = A_scales_swizzled,
+                       .columnwise_data = or_undefined(A_columnwise_data),
+                       .columnwise_scale_inv = or_undefined(A_columnwise_scale_inv)};
+        product.out = or_undefined(D);
+        if (grad) {
+          product.epilogue.bias_grad = or_undefined(bias);
+          product.epilogue.gelu_input = or_undefined(pre_gelu_out);
+        } else {
+          product.epilogue.bias = or_undefined(bias);
+          product.epilogue.gelu = pre_gelu_out.has_value();
+          product.epilogue.pre_gelu_out = or_undefined(pre_gelu_out);
+        }
+        product.accumulate = accumulate;
+        product.use_split_accumulator = use_split_accumulator;
+        product.out_scale = or_undefined(D_scale);
+        product.out_amax = or_undefined(D_amax);
+        product.workspace = or_undefined(workspace);
         const py::gil_scoped_release no_gil;
         run(self, product, or_undefined(output), comm_type);
       },
@@ -412,34 +360,34 @@ void register_overlap(py::module_& m) {
   using Core = CommOverlapCore;
   def_gemm_method(
       core, "bulk_overlap",
-      [](Core& self, const TeGemmArguments& product, const Tensor& output, CommOverlapType type) {
-        self.bulk_overlap(product.args("bulk_overlap"), type, output);
+      [](Core& self, const GemmArgs& product, const Tensor& output, CommOverlapType type) {
+        self.bulk_overlap(product, type, output);
       },
       kBulkDoc, py::arg("rs_output") = py::none());
   def_gemm_method(
       core, "split_overlap_ag",
-      [](Core& self, const TeGemmArguments& product, const Tensor& output, CommOverlapType) {
-        self.split_overlap_ag(product.args("split_overlap_ag"), output);
+      [](Core& self, const GemmArgs& product, const Tensor& output, CommOverlapType) {
+        self.split_overlap_ag(product, output);
       },
       kSplitAgDoc, py::arg("B_copy") = py::none());
   def_gemm_method(
       core, "atomic_gemm_overlap_ag",
-      [](Core& self, const TeGemmArguments& product, const Tensor& output, CommOverlapType) {
-        self.atomic_gemm_overlap_ag(product.args("atomic_gemm_overlap_ag"), output);
+      [](Core& self, const GemmArgs& product, const Tensor& output, CommOverlapType) {
+        self.atomic_gemm_overlap_ag(product, output);
       },
       "Does the same as split_overlap_ag, for a buffer with atomic_gemm: arguments, results and "
       "errors are the same. Raises StateError for a buffer without atomic_gemm.",
       py::arg("B_copy") = py::none());
   def_gemm_method(
       core, "split_overlap_rs",
-      [](Core& self, const TeGemmArguments& product, const Tensor& output, CommOverlapType) {
-        self.split_overlap_rs(product.args("split_overlap_rs"), output);
+      [](Core& self, const GemmArgs& product, const Tensor& output, CommOverlapType) {
+        self.split_overlap_rs(product, output);
       },
       kSplitRsDoc, py::arg("rs_output") = py::none());
   def_gemm_method(
       core, "atomic_gemm_overlap_rs",
-      [](Core& self, const TeGemmArguments& product, const Tensor& output, CommOverlapType) {
-        self.atomic_gemm_overlap_rs(product.args("atomic_gemm_overlap_rs"), output);
+      [](Core& self, const GemmArgs& product, const Tensor& output, CommOverlapType) {
+        self.atomic_gemm_overlap_rs(product, output);
       },
       "Does the same as split_overlap_rs, for a buffer with atomic_gemm: arguments, results and "
       "errors are the same. Raises StateError for a buffer without atomic_gemm.",
