@@ -81,6 +81,7 @@ class RecipeStep:
     is_deferred_matmul: bool = False
     sizes: tuple[int, int, int] = (0, 0, 0)  # rows, columns and inner size of the local product
     uneven: UnevenShards = ()  # for the weight of a product
+    has_run: bool = False  # eagerly
 
     def __post_init__(self) -> None:
         self.constant_name = register_constant(self)
@@ -106,10 +107,26 @@ class RecipeStep:
         if self.is_deferred_matmul:
             bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None
             return [Sharded(None, spec, DeferredMatmul(self, operands, bias), provenance)]
-        out = run_in_graph(self.constant_name, operands) if is_dynamo_compiling() else self.local(operands)
+        if is_dynamo_compiling():
+            out = run_in_graph(self.constant_name, operands)
+        else:
+            out = self.local(operands)
+            if not self.has_run:
+                self._check_shapes([out] if isinstance(out, Tensor) else out)
         if not self.call.is_sequence:
             return [Sharded(out, spec, None, provenance)]
         return [Sharded(one, of, None, provenance) for one, of in zip(out, self.outputs, strict=True)]
+
+    def _check_shapes(self, results: Sequence[Tensor]) -> None:
+        """Compares the first results with the layouts, which are of the shapes that torch computes from shapes alone."""
+        for result, spec in zip(results, self.outputs, strict=True):
+            expected = tuple(spec.layout.local_shape(spec.shape, spec.mesh.rank))
+            if tuple(result.shape) != expected:
+                raise UnsupportedError(
+                    f"{self.call.name}: expected a local result of shape {expected}, by torch's own shape function, got "
+                    f"{tuple(result.shape)}; compute it on .local, or on a plain tensor (.full())"
+                )
+        self.has_run = True
 
 
 class _Constant(DynamoConstant):

@@ -77,7 +77,7 @@ class _CopyMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *weights = (t.conj() for t in ctx.saved_tensors)
         needs_x_grad, wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[4:]
         count = len(weights)
         x_grad = None
@@ -102,7 +102,7 @@ class _SumMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = (t.conj() for t in ctx.saved_tensors)
         needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[3:]
         x_grad = grad.matmul(weight) if needs_x_grad else None
         weight_grad = _rows(grad).t().mm(_rows(x)) if needs_weight_grad else None

@@ -17,8 +17,11 @@
 //   static auto saved(Self& self) { return std::tie(self.x, self.weight); }   // kept for backward
 //   static void backward(Backward<Op>& pass);
 //
-// and may add `static variable_list saved_results(const Op&, const variable_list& results)` and
+// It may add `static variable_list saved_results(const Op&, const variable_list& results)` and
 // `static variable_list non_differentiable(const variable_list& results)`.
+//
+// backward() finds saved complex tensors conjugated: the operators are products, and the gradient of
+// a factor has the conjugate of the other one.
 namespace torch_overlap::ops {
 
 // The tensors of a field, for which a gradient may be asked.
@@ -112,14 +115,14 @@ class Backward {
     size_t field = 0;
     std::apply([&](auto&... fields) { (restore(fields, stored[field++]), ...); }, Op::fields(call));
     gradients_.resize(num_operands_ + 1);  // the call itself is an argument, too
-    auto tensors = context->get_saved_variables();
+    const auto tensors = context->get_saved_variables();
     size_t next = 0;
     std::apply([&](auto&... fields) { (take(fields, tensors, next), ...); }, Op::saved(call));
-    saved_results.assign(tensors.begin() + static_cast<std::ptrdiff_t>(next), tensors.end());
+    for (; next < tensors.size(); ++next) saved_results.push_back(conjugate(tensors[next]));
   }
 
-  // The attributes, and the tensors that were saved. A tensor that was not is undefined; has()
-  // tells if there was one.
+  // The attributes, and the tensors that were saved, conjugated. A tensor that was not is
+  // undefined; has() tells if there was one.
   Op call{};
   variable_list saved_results;
   const variable_list& grads;
@@ -224,14 +227,17 @@ class Backward {
     }
   }
 
-  static void take(Tensor& field, variable_list& saved, size_t& next) {
-    field = std::move(saved.at(next++));
+  static Tensor conjugate(const Tensor& saved) {
+    return saved.is_complex() ? saved.conj().resolve_conj() : saved;
+  }
+  static void take(Tensor& field, const variable_list& saved, size_t& next) {
+    field = conjugate(saved.at(next++));
   }
   // An optional tensor is among the saved ones if has() says so.
-  void take(std::optional<Tensor>& field, variable_list& saved, size_t& next) {
-    if (has(field)) field = std::move(saved.at(next++));
+  void take(std::optional<Tensor>& field, const variable_list& saved, size_t& next) {
+    if (has(field)) field = conjugate(saved.at(next++));
   }
-  static void take(std::vector<Tensor>& fields, variable_list& saved, size_t& next) {
+  static void take(std::vector<Tensor>& fields, const variable_list& saved, size_t& next) {
     for (Tensor& field : fields) take(field, saved, next);
   }
 

@@ -1,4 +1,4 @@
-"""Data parallelism of accelerate, Lightning Fabric and DeepSpeed over the backend, as docs/howto/frameworks.md writes it."""
+"""Data parallelism of other frameworks over the backend, as docs/howto/frameworks.md writes it."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from spmd_ranks import MESHES, P, on_mesh
 
+from torch_overlap import UnsupportedError
 from torch_overlap.mesh import CostModel, Layout, assume_partial, from_local, shard
 
 
@@ -155,6 +156,52 @@ def test_a_sharded_dimension_of_size_1(seed):
         compare(r, lambda a, b: (a * b).tanh(), [x, rows], ["[x],[]", "[x],[]"])
 
     on_mesh("x=4", body, seed)
+
+
+def along(function, take=lambda y: y, of=lambda x: x, **options):
+    return lambda x, d, k: take(function(of(x), d, keepdim=k, **options))
+
+
+ALONG = {
+    **{f.__name__: along(f) for f in (torch.sum, torch.mean, torch.prod, torch.amax, torch.amin, torch.argmax)},
+    **{f.__name__: along(f) for f in (torch.argmin, torch.nansum, torch.logsumexp)},
+    **{f.__name__: along(f, correction=0) for f in (torch.var, torch.std)},
+    **{f.__name__: along(f, lambda y: y[0]) for f in (torch.max, torch.min, torch.median, torch.mode)},
+    **{f.__name__: along(f, of=lambda x: x > 0) for f in (torch.all, torch.any)},
+    "count_nonzero": lambda x, d, k: torch.count_nonzero(x, d),
+    **{f"norm {p}": lambda x, d, k, p=p: x.norm(p, d, k) for p in (0, 1, 2, 3.5, float("inf"), float("-inf"))},
+    "vector_norm": lambda x, d, k: torch.linalg.vector_norm(x, 2, d, k, dtype=torch.float64),
+    "norm of complex": lambda x, d, k: torch.complex(x, -x).norm(2, d, k),
+    "cumsum": lambda x, d, k: x.cumsum(d),
+    "softmax": lambda x, d, k: x.softmax(d),
+    "squeeze": lambda x, d, k: x.squeeze(d),
+    "sort": lambda x, d, k: x.sort(d)[0],
+    "topk": lambda x, d, k: x.topk(1, d)[0],
+    "kthvalue": lambda x, d, k: x.kthvalue(1, d, k)[0],
+    "unbind": lambda x, d, k: x.unbind(d)[0],
+    "select": lambda x, d, k: x.select(d, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_along_a_dimension_of_size_1(name, seed):
+    """The result has the shape of torch's, whether the dimension is kept or not."""
+    function = ALONG[name]
+
+    def body(r):
+        for shape, layout in ((4, 1), "[x],[]"), ((4, 1), "[],[] I{x}"), ((1, 4), "[],[x]"), ((4, 1, 3), "[x],[],[]"):
+            x, dim = r.randn(*shape), shape.index(1)
+            for keepdim in (False, True):
+                try:
+                    expected = function(x, dim, keepdim)
+                    found = function(r.place(x, layout), dim - len(shape), keepdim)
+                except UnsupportedError as error:
+                    if "torch's own shape function" in str(error):
+                        raise
+                    continue
+                r.check(found, expected, equal_nan=True)
+
+    on_mesh("x=2", body, seed)
 
 
 def test_maximum_of_a_pending_sum(seed):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from spmd_ranks import MESHES, P, on_mesh
 
-from torch_overlap.mesh import Layout, Mesh, from_local, recipe_of, shard
+from torch_overlap.mesh import Layout, Mesh, choosing, from_local, recipe_of, shard
 
 
 def row_parallel(r, m=4, k=8, n=4):
@@ -286,3 +286,33 @@ def test_a_plan_says_what_it_does(seed):
         assert len(recipe.plans) == 1
 
     on_mesh(Mesh({"x": 4}), body, seed)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "plain"])
+@pytest.mark.parametrize(
+    ("x_layout", "w_layout", "out"),
+    [
+        ("[],[tp],[]", "[tp],[]", "[],[],[tp]"),
+        ("[],[],[tp]", "[],[tp]", "[],[tp],[]"),
+        ("[],[],[tp]", "[],[tp]", "[],[],[]"),
+        ("[],[],[tp]", "[],[tp]", "[],[],[] I{tp}"),
+        ("[],[],[] I{tp}", "[tp],[]", "[],[],[tp]"),
+    ],
+)
+def test_complex_operands(seed, algorithm, x_layout, w_layout, out):
+    """The gradient of a factor has the conjugate of the other one."""
+
+    def body(r):
+        def draw(*shape):
+            return torch.complex(r.randn(*shape), r.randn(*shape))
+
+        values = [draw(2, 8, 6), draw(4, 6)]
+        leaves = [value.clone().requires_grad_() for value in values]
+        operands = [r.place(v, y).requires_grad_() for v, y in zip(values, (x_layout, w_layout), strict=True)]
+        F.linear(*leaves).mul(2 - 3j).abs().pow(3).sum().backward()
+        with choosing(algorithm):
+            F.linear(*operands).reshard(out).mul(2 - 3j).abs().pow(3).sum().backward()
+        for operand, leaf in zip(operands, leaves, strict=True):
+            r.check(operand.grad, leaf.grad)
+
+    on_mesh("tp=2", body, seed)
