@@ -118,12 +118,12 @@ class RecipeStep:
         return [Sharded(one, of, None, provenance) for one, of in zip(out, self.outputs, strict=True)]
 
     def _check_shapes(self, results: Sequence[Tensor]) -> None:
-        """Compares the first results with the layouts, which are of the shapes that torch computes from shapes alone."""
+        """Compares the first results with the layouts, which hold what torch computes from shapes alone."""
         for result, spec in zip(results, self.outputs, strict=True):
             expected = tuple(spec.layout.local_shape(spec.shape, spec.mesh.rank))
             if tuple(result.shape) != expected:
                 raise UnsupportedError(
-                    f"{self.call.name}: expected a local result of shape {expected}, by torch's own shape function, got "
+                    f"{self.call.name}: expected a local result of shape {expected} by torch's own shape function, got "
                     f"{tuple(result.shape)}; compute it on .local, or on a plain tensor (.full())"
                 )
         self.has_run = True
