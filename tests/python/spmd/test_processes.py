@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-RANKS = 8 if "TORCH_OVERLAP_STRESS" in os.environ else 4  # tests of more ranks are skipped
+STRESS = "TORCH_OVERLAP_STRESS" in os.environ
+RANKS = 8 if STRESS else 4  # tests of more ranks are skipped
+SAMPLE = 1 if STRESS else 5  # one test of so many, drawn anew each time
 SECONDS = 600
 FILES = ("autocast", "costs", "functions", "gradients", "layouts", "moving", "operators", "pipeline", "products",
          "reducing", "reshapes", "reshard", "reshard_gradients", "same_everywhere", "vmap")  # fmt: skip
@@ -25,7 +27,8 @@ def test_cases_hold_on_processes(seed, tmp_path):
                 "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1", "--redirects", "3",
                 "--log-dir", str(tmp_path)]  # fmt: skip
     tests = [str(Path(__file__).with_name(f"test_{name}.py")) for name in FILES]
-    env = os.environ | {"TORCH_OVERLAP_TEST_RANKS": "torchrun", "TEST_SEED": str(seed), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"TORCH_OVERLAP_TEST_RANKS": "torchrun", "TORCH_OVERLAP_TEST_SAMPLE": str(SAMPLE),
+                        "TEST_SEED": str(seed), "OMP_NUM_THREADS": "1"}  # fmt: skip
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env.pop("TORCH_OVERLAP_STRESS", None)
     with subprocess.Popen([*torchrun, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m",
@@ -40,4 +43,4 @@ def test_cases_hold_on_processes(seed, tmp_path):
     passed = [int(found[1]) for text in printed if (found := re.search(r"(\d+) passed", text))]
     assert len(passed) == RANKS
     assert set(passed) == {passed[0]}, passed
-    assert passed[0] > 400, printed[0]
+    assert passed[0] > 400 // SAMPLE, printed[0]
