@@ -101,16 +101,16 @@ demo: build
 
 test: build check test-cpp test-python test-docs
 
-# Most tests wait for ranks: two at a time, also on two cores, where pytest-xdist is installed.
-TEST_JOBS ?= 2
-two_at_a_time = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n $(TEST_JOBS)')
+# Most tests wait for ranks: four at a time, also on two cores, where pytest-xdist is installed.
+TEST_JOBS ?= 4
+several_at_a_time = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n $(TEST_JOBS)')
 test-python: build
-	$(PY) -m pytest tests/python -m 'not gpu' $(two_at_a_time) $(PYTEST_ARGS)
+	$(PY) -m pytest tests/python -m 'not gpu' $(several_at_a_time) $(PYTEST_ARGS)
 
 # The tests of the JAX front end, which the build makes where it finds jax.
 test-jax: $(if $(PYTHON),,.venv/.jax)
 	$(MAKE) build
-	$(PY) -m pytest tests/python/jax $(two_at_a_time) $(PYTEST_ARGS)
+	$(PY) -m pytest tests/python/jax $(several_at_a_time) $(PYTEST_ARGS)
 
 test-cpp: build
 	$(CMAKE) --build $(CURRENT) --target torch_overlap_tests
@@ -182,7 +182,7 @@ SANITIZED_COLLECTIVES = lists_and_in_place or nan_and_infinity or ranks_have_the
 SANITIZED_PRODUCTS = a_mean or same_bits_every_time or (our_own_kernels and 264) or (RowScatter and 257 and 4x4) \
   or (RowGather and 257 and 4x4) or test_double or (no_rows and p2p) or (any_alignment and off-4) or (watched_graphs and sync) \
   or operands_at_any_offset or same_bits_everywhere or (test_values and GatherOfOne and bias and along_k and bfloat16)
-GPU_TESTS ?= $(patsubst %,tests/python/gpu/test_%.py,windows small_collectives bulk_copies zero_copy rms_norm fused fused_reduce \
+GPU_TESTS ?= $(patsubst %,tests/python/gpu/test_%.py,windows small_collectives bulk_copies zero_copy rms_norm fused fused_all_reduce \
   fused_scaled fused_row_scales overlap ops low_latency own_gemm residual graph_timeouts) -k '$(SANITIZED_WINDOWS) or $(SANITIZED_COLLECTIVES) or $(SANITIZED_PRODUCTS)'
 sanitize-gpu: export FORCE_CUDA = 1
 sanitize-gpu: export CMAKE_ARGS += -DTORCH_OVERLAP_LINEINFO=ON
@@ -197,7 +197,7 @@ test-frameworks: build $(if $(PYTHON),,.venv/.frameworks)
 	  tests/python/compat/test_megatron.py tests/python/compat/test_trainer_loop.py \
 	  tests/python/examples/test_decode_llama.py \
 	  -k 'transformers or pretrained or lora or megatron or trainer_loop' \
-	  $(two_at_a_time) $(PYTEST_ARGS)
+	  $(several_at_a_time) $(PYTEST_ARGS)
 
 # The documentation site, build/site/index.html; a warning is an error.
 site: build $(if $(PYTHON),,.venv/.docs)

@@ -24,7 +24,7 @@ export need no communicator.
 """
 
 # The modules of torch_overlap.ops, in the order of the page, and a function of each.
-SECTIONS = (("collectives", "all_reduce"), ("resharding", "reshard"), ("fused", "all_gather_matmul"),
+SECTIONS = (("collectives", "all_reduce"), ("resharding", "reshard"), ("overlapped", "all_gather_matmul"),
             ("norms", "all_reduce_rms_norm"), ("gemm", "gemm"), ("windows", "put"))  # fmt: skip
 
 

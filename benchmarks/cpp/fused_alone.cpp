@@ -30,7 +30,7 @@ using torch_overlap::GemmArgs;
 using torch_overlap::GemmOperand;
 using torch_overlap::OverlapDevice;
 using torch_overlap::OverlapGroup;
-using torch_overlap::RowShare;
+using torch_overlap::RowPartition;
 using torch_overlap::SymmetricMemory;
 using torch_overlap::Transport;
 
@@ -113,7 +113,7 @@ class Rank final : public torch::CustomClassHolder {
   void gather(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& out,
               const std::optional<at::Tensor>& x_scale,
               const std::optional<at::Tensor>& weight_scale) {
-    const RowShare rows{x.size(0), layout_.size};
+    const RowPartition rows{x.size(0), layout_.size};
     std::vector<int> order;
     for (int step = 0; step < layout_.size; ++step) order.push_back((rank_ + step) % layout_.size);
     overlap_.run_fused(*transport_, torch_overlap::FusedGather{
@@ -132,7 +132,7 @@ class Rank final : public torch::CustomClassHolder {
   void scatter(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& out,
                int64_t chunk_rows, int64_t pieces, const std::optional<at::Tensor>& x_scale,
                const std::optional<at::Tensor>& weight_scale) {
-    const RowShare rows{x.size(0), layout_.size, chunk_rows};
+    const RowPartition rows{x.size(0), layout_.size, chunk_rows};
     const auto computed = [&](const at::Tensor& of) {
       const bool is_whole = pieces == 0 || of.size(0) != x.size(0);
       return is_whole ? of : of.narrow(0, rows.begin(rank_), rows.length(rank_));

@@ -58,7 +58,7 @@ from torch_overlap.mesh.communication import (
 )
 from torch_overlap.mesh.connect import MeshComms, connect
 from torch_overlap.mesh.cost import load_cost_model, save_cost_model
-from torch_overlap.mesh.dispatch import Recipe, call, recipe_of
+from torch_overlap.mesh.dispatch import Recipe, recipe_of, run_function
 from torch_overlap.mesh.dtensor import from_dtensor, mesh_of, to_dtensor
 from torch_overlap.mesh.dynamo import caching_moves
 from torch_overlap.mesh.matmuls import Choice, choices, choosing, linear
@@ -76,8 +76,8 @@ from torch_overlap.mesh.trace import Traced, trace
 from torch_overlap.mesh.value_spec import gradient_layout
 from torch_overlap.mesh.vmap import vmap
 
-register(call=call, begin_backward=begin, shard=shard)
-del call, begin, register
+register(run_function=run_function, begin_backward=begin, shard=shard)
+del run_function, begin, register
 
 __all__ = [
     "AutoShard",

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torch_overlap._C import UnsupportedError
 from torch_overlap.mesh._core import Layout
-from torch_overlap.mesh.call import Call, Operand
+from torch_overlap.mesh.aten_call import AtenCall, Operand
 from torch_overlap.mesh.expand import EXPANSIONS
 from torch_overlap.mesh.expand_sharded import SHARDED
 from torch_overlap.mesh.fast_calls import fast_call
@@ -181,7 +181,7 @@ class _Recorder(SchemaCheckMode):
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
         operands = self._operands(args), self._operands(kwargs)
-        call = Call(func, *operands, [])
+        call = AtenCall(func, *operands, [])
         refuse_random(call)
         if self._depth == 0:
             refuse_strides(call)
@@ -190,7 +190,7 @@ class _Recorder(SchemaCheckMode):
         outputs = [t for t in outputs if isinstance(t, Tensor)]
         if not outputs:
             return result
-        call = Call(func, *operands, [_operand(t) for t in outputs], is_sequence=not isinstance(result, Tensor))
+        call = AtenCall(func, *operands, [_operand(t) for t in outputs], is_sequence=not isinstance(result, Tensor))
         expansion = self._sharded(call, args) or EXPANSIONS.get(call.name)
         if expansion is not None:
             expanded = self._substitute(lambda: expansion(*args, **kwargs))
@@ -203,7 +203,7 @@ class _Recorder(SchemaCheckMode):
         self._record(call, args, kwargs, outputs)
         return result
 
-    def _sharded(self, call: Call, args: Any) -> Callable[..., Any] | None:
+    def _sharded(self, call: AtenCall, args: Any) -> Callable[..., Any] | None:
         """Returns the replacement of an operator along a sharded dimension, or None."""
         entry = SHARDED.get(call.name)
         number = self._owner.get(id(args[0]), len(self._layouts)) if entry and args else len(self._layouts)
@@ -216,7 +216,7 @@ class _Recorder(SchemaCheckMode):
         is_cut = dims is not None and any(layout.dims[d] for d in dims)
         return entry.function if is_cut else None
 
-    def _record(self, call: Call, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
+    def _record(self, call: AtenCall, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
         inputs = [t for t in [*_flat(args), *_flat(list(kwargs.values()))] if isinstance(t, Tensor)]
         numbers = tuple(self.ref(t).number for t in inputs)
         self.program.steps.append(Recorded(call, numbers, tuple(self._number(t) for t in outputs)))

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, UnsupportedError
 from torch_overlap.mesh._core import OpRule, Plan, Propagation, Strategy, propagate
+from torch_overlap.mesh.aten_call import AtenCall, Operand
 from torch_overlap.mesh.autocast import argument_dtype, autocast_of
 from torch_overlap.mesh.autograd import AUTOGRAD
-from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.dynamo import (
     DynamoConstant,
@@ -48,7 +48,7 @@ from torch_overlap.mesh.rules import rule_of
 from torch_overlap.mesh.sharded import Provenance, Sharded, provenance_of
 from torch_overlap.mesh.value_spec import ValueSpec, replicated_spec, spec_of
 
-__all__ = ["Recipe", "RecipeStep", "call", "recipe_of"]
+__all__ = ["Recipe", "RecipeStep", "recipe_of", "run_function"]
 
 MAX_RECIPES = 8192
 
@@ -63,18 +63,18 @@ class RecipeStep:
         strategy: The selected strategy: the cheapest that moves no anchored operand.
         plans: The plan that moves each operand.
         inputs: (value, the ValueSpec that it must have).
-        local: The operator on a rank's local tensors.
+        run_local: The operator on a rank's local tensors.
         outputs: The ValueSpecs of the results.
         gathers: The variant that gathers its first operand while it multiplies.
         is_deferred_matmul: True if its result is partial, so that it is computed only when the reduction is known.
     """
 
-    call: Call
+    call: AtenCall
     found: Propagation | None
     strategy: Strategy | None
     plans: list[Plan]
     inputs: list[tuple[int, ValueSpec]]
-    local: Callable[[Sequence[Tensor]], Any]
+    run_local: Callable[[Sequence[Tensor]], Any]
     outputs: list[ValueSpec]
     numbers: tuple[int, ...] = ()  # numbers of the results among the values
     gathers: GatherMatmul | None = None
@@ -101,16 +101,16 @@ class RecipeStep:
             first, *others = [values[i] for i, _ in self.inputs]
             group = GatherMatmul.select_group(self.gathers, first, others)
             if group is not None:
-                rest = [values[i]._operand(to) for i, to in self.inputs[1:]]
+                rest = [values[i]._operand_under(to) for i, to in self.inputs[1:]]
                 return [Sharded(GatherMatmul.run(self.gathers, first, rest, group), spec, None, provenance)]
-        operands = [values[i]._operand(to) for i, to in self.inputs]
+        operands = [values[i]._operand_under(to) for i, to in self.inputs]
         if self.is_deferred_matmul:
             bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None
             return [Sharded(None, spec, DeferredMatmul(self, operands, bias), provenance)]
         if is_dynamo_compiling():
             out = run_in_graph(self.constant_name, operands)
         else:
-            out = self.local(operands)
+            out = self.run_local(operands)
             if not self.has_run:
                 self._check_shapes([out] if isinstance(out, Tensor) else out)
         if not self.call.is_sequence:
@@ -142,7 +142,7 @@ class _Constant(DynamoConstant):
             return self.value
         return Sharded(run_in_graph(self.constant_name, []), self.spec, None, Provenance.FUNCTION)
 
-    def local(self, _: Sequence[Tensor]) -> Tensor:
+    def run_local(self, _: Sequence[Tensor]) -> Tensor:
         """Makes the tensor again on each call: a compiled graph accepts no tensor from outside."""
         value = self.value.local
         return torch.tensor(value.tolist(), dtype=value.dtype, device=value.device).reshape(value.shape)
@@ -200,7 +200,7 @@ class Recipe:
         return "".join(step.explain() for step in self.steps)
 
 
-def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "") -> Any:
+def run_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "") -> Any:
     """Runs `func(*args, **kwargs)` if some arguments are Sharded.
 
     `method` is the name of a method of torch.Tensor. Dynamo, which compiles this function alone after a graph break,
@@ -303,7 +303,7 @@ def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
         if to is not None:
             args, kwargs = [cast(a, to) for a in args], {name: cast(v, to) for name, v in kwargs.items()}
-        return call(func, args, kwargs, method)
+        return run_function(func, args, kwargs, method)
 
 
 def _cast(value: Sharded, to: torch.dtype) -> Sharded:
@@ -311,7 +311,7 @@ def _cast(value: Sharded, to: torch.dtype) -> Sharded:
     uses."""
     made: Sharded | None = value._cached_copy(str(to))
     if made is None:
-        made = call(Tensor.to, (value, to), {}, "to")
+        made = run_function(Tensor.to, (value, to), {}, "to")
         value._cache_copy(str(to), made)
     return made
 
@@ -374,7 +374,7 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     for recorded in program.steps:
         # Products gather values in their own layout.
         operand_specs = specs if is_matmul(recorded.call) else specs | reduced
-        step = _plan(recorded.call, recorded.inputs, [operand_specs[i] for i in recorded.inputs], mesh, device)
+        step = _make_step(recorded.call, recorded.inputs, [operand_specs[i] for i in recorded.inputs], mesh, device)
         step.numbers = recorded.outputs
         specs.update(zip(recorded.outputs, step.outputs, strict=True))
         for number, to in step.inputs:
@@ -404,17 +404,17 @@ def _name(func: Callable[..., Any]) -> str:
     return name.strip("_") if name.endswith("__") else name.lstrip("_")
 
 
-def _plan(
-    call_: Call, numbers: Sequence[int], inputs: Sequence[ValueSpec], mesh: MeshComms, device: torch.device
+def _make_step(
+    call: AtenCall, numbers: Sequence[int], inputs: Sequence[ValueSpec], mesh: MeshComms, device: torch.device
 ) -> RecipeStep:
     """Returns the execution of one operator on inputs with these ValueSpecs."""
     if not inputs:
-        outputs = [replicated_spec(mesh, o.shape, o.dtype) for o in call_.outputs]
-        local = local_call(call_, None, [], [spec.layout for spec in outputs], mesh.rank, device)
-        return RecipeStep(call_, None, None, [], [], local, outputs)
-    known = rule_of(call_)
-    rule = known or OpRule.opaque(call_.name, [x.shape for x in call_.inputs], [y.shape for y in call_.outputs])
-    sizes = [x.dtype.itemsize for x in (*call_.inputs, *call_.outputs)]
+        outputs = [replicated_spec(mesh, o.shape, o.dtype) for o in call.outputs]
+        local = local_call(call, None, [], [spec.layout for spec in outputs], mesh.rank, device)
+        return RecipeStep(call, None, None, [], [], local, outputs)
+    known = rule_of(call)
+    rule = known or OpRule.opaque(call.name, [x.shape for x in call.inputs], [y.shape for y in call.outputs])
+    sizes = [x.dtype.itemsize for x in (*call.inputs, *call.outputs)]
     found = propagate(rule, [spec.layout for spec in inputs], mesh.cost, sizes)
     strategy, plans = found.chosen, found.plans
     for other in found.strategies if any(spec.anchored for spec in inputs) else ():
@@ -428,17 +428,17 @@ def _plan(
             strategy, plans = other, input_plans
             break
     needed = [spec_of(mesh, to, spec.shape, spec.dtype) for to, spec in zip(strategy.inputs, inputs, strict=True)]
-    local = local_call(call_, known, strategy.inputs, strategy.outputs, mesh.rank, device)
+    local = local_call(call, known, strategy.inputs, strategy.outputs, mesh.rank, device)
     # A result of an anchored value only, with as many elements, is anchored too.
     stays = len(inputs) == 1 and inputs[0].anchored and not plans[0].num_sends
     outputs = [
         spec_of(mesh, layout, o.shape, o.dtype, stays and math.prod(o.shape) == inputs[0].shape.numel())
-        for layout, o in zip(strategy.outputs, call_.outputs, strict=True)
+        for layout, o in zip(strategy.outputs, call.outputs, strict=True)
     ]
-    made = RecipeStep(call_, found, strategy, plans, list(zip(numbers, needed, strict=True)), local, outputs)
-    if is_matmul(call_):
-        made.sizes = local_sizes(needed[0], needed[1], call_)
+    made = RecipeStep(call, found, strategy, plans, list(zip(numbers, needed, strict=True)), local, outputs)
+    if is_matmul(call):
+        made.sizes = local_sizes(needed[0], needed[1], call)
         made.uneven = uneven_shards(needed[1])
-        made.gathers = make_gather_matmul(call_, plans[0], inputs[0], needed[0], made.sizes, made.uneven)
+        made.gathers = make_gather_matmul(call, plans[0], inputs[0], needed[0], made.sizes, made.uneven)
         made.is_deferred_matmul = bool(set(outputs[0].layout.partial) - set(inputs[0].layout.partial))
     return made

@@ -149,7 +149,7 @@ def _keep_local_function(value: Any) -> None:
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def run_local_function(name: str, tensors: list[Tensor]) -> Any:
-    out = _local_functions[name].local(tensors)
+    out = _local_functions[name].run_local(tensors)
     return out if isinstance(out, Tensor) else tuple(out)
 
 

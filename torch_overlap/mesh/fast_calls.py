@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torch_overlap.mesh.call import Call, Operand
+from torch_overlap.mesh.aten_call import AtenCall, Operand
 
 __all__ = ["fast_call"]
 
@@ -17,7 +17,7 @@ _ATEN = torch.ops.aten
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
-def fast_call(func: Callable[..., Any], args: Sequence[Any]) -> Call | None:
+def fast_call(func: Callable[..., Any], args: Sequence[Any]) -> AtenCall | None:
     """Returns the call that func(*args) makes; None if only tracing can tell, including errors."""
     try:
         entry = _TABLE.get(func)
@@ -36,7 +36,7 @@ def fast_call(func: Callable[..., Any], args: Sequence[Any]) -> Call | None:
             if dtype is torch.bool:
                 return None  # a comparison with a number is another overload
     shape = shape_of(*(arg.shape if isinstance(arg, Operand) else () for arg in args))
-    return None if shape is None else Call(target, args, {}, [Operand(shape, dtype or first.dtype)])
+    return None if shape is None else AtenCall(target, args, {}, [Operand(shape, dtype or first.dtype)])
 
 
 def _same(*shapes: Shape) -> Shape | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_overlap.mesh._core import Layout, OpRule
-from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.aten_call import AtenCall
 from torch_overlap.mesh.local_take import IndexedDim, local_gather, local_take
 from torch_overlap.mesh.random_ops import refuse_random
 from torch_overlap.mesh.rules_move import RESHAPES, taken_index, whole
@@ -20,7 +20,7 @@ Local = Callable[[Sequence[Tensor]], Any]
 
 
 def local_call(
-    call: Call,
+    call: AtenCall,
     rule: OpRule | None,
     input_layouts: Sequence[Layout],
     output_layouts: Sequence[Layout],
@@ -62,7 +62,7 @@ def local_call(
 
 
 class _Parts(NamedTuple):
-    call: Call
+    call: AtenCall
     inputs: list[tuple[int, ...]]
     outputs: list[tuple[int, ...]]
     layouts: list[Layout]
@@ -81,7 +81,7 @@ class _Parts(NamedTuple):
         return self.layouts[index].offsets(self.call.inputs[index].shape, self.rank)[dim]
 
 
-def _on_device(call: Call, device: torch.device | None) -> Local:
+def _on_device(call: AtenCall, device: torch.device | None) -> Local:
     """Returns the operator, with devices among its arguments replaced by the device of the inputs."""
     places = [i for i, arg in enumerate(call.args) if isinstance(arg, torch.device)]
     names = [name for name, arg in call.kwargs.items() if isinstance(arg, torch.device)]
@@ -99,7 +99,7 @@ def _on_device(call: Call, device: torch.device | None) -> Local:
     return local
 
 
-def _as_captured(call: Call, local: Local) -> Local:
+def _as_captured(call: AtenCall, local: Local) -> Local:
     """Returns `local` on operands with the strides of the capture.
 
     A composite operator of torch selects the operators that it calls by strides, and some of these read memory with

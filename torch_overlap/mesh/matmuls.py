@@ -24,7 +24,7 @@ from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidValueError, StateError
 from torch_overlap.mesh._core import Layout, Plan, Step
-from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.aten_call import AtenCall
 from torch_overlap.mesh.dynamo import DynamoConstant, as_dynamo_constant, is_dynamo_compiling, run_in_graph
 from torch_overlap.mesh.value_spec import ranks_of
 from torch_overlap.nn.functional import sum_matmul
@@ -161,12 +161,12 @@ def _is_in_rank_order(step: Step, mesh: Any) -> bool:
     return len(places) == len(step.axes) and places == sorted(places)
 
 
-def _as_linear(call: Call, weight: Tensor) -> Tensor:
+def _as_linear(call: AtenCall, weight: Tensor) -> Tensor:
     """Returns the weight as [out, in]."""
     return weight if call.name == "linear" else weight.t()
 
 
-def local_sizes(x: ValueSpec, weight: ValueSpec, call: Call) -> tuple[int, int, int]:
+def local_sizes(x: ValueSpec, weight: ValueSpec, call: AtenCall) -> tuple[int, int, int]:
     """Returns rows, columns and inner size of the product of the largest parts: the same on every rank, as choices must
     be."""
     rows, (out, inner) = 1, weight.largest_shape
@@ -183,7 +183,7 @@ class GatherMatmul(DynamoConstant):
 
     def __init__(
         self,
-        call: Call,
+        call: AtenCall,
         plan: Plan,
         step: Step,
         source: ValueSpec,
@@ -252,7 +252,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def make_gather_matmul(
-    call: Call, plan: Plan, spec: ValueSpec, target: ValueSpec, sizes: tuple[int, int, int], uneven: UnevenShards
+    call: AtenCall, plan: Plan, spec: ValueSpec, target: ValueSpec, sizes: tuple[int, int, int], uneven: UnevenShards
 ) -> GatherMatmul | None:
     """Returns the variant of a call that gathers its first operand, which moves by `plan`; None if nothing is
     gathered."""
@@ -333,10 +333,10 @@ class DeferredMatmul:
             return out
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if is_inference else _null_context, self._with_call_state():
-            out = self._step.local(self._operands)
+            out = self._step.run_local(self._operands)
         return out
 
-    def fused_result(self, spec: ValueSpec, target: ValueSpec) -> Tensor | None:
+    def reduced_result(self, spec: ValueSpec, target: ValueSpec) -> Tensor | None:
         """Returns the local tensor under `target` if one fused operator computes it, else None."""
         is_in_vmap = any(map(is_batchedtensor, self._operands))
         how = as_dynamo_constant(
@@ -356,7 +356,7 @@ class DeferredMatmul:
                 out = _ops.matmul_all_reduce(x, weight, None, *group, "sum", "auto")
             if self._bias is not None:
                 added: Sharded = torch.add(self._bias._with_local(out, target), self._bias)  # type: ignore[call-overload]
-                out = added._moved(target)
+                out = added._local_under(target)
         return out
 
     @contextlib.contextmanager
@@ -372,7 +372,7 @@ class DeferredMatmul:
             yield
 
 
-def is_matmul(call: Call) -> bool:
+def is_matmul(call: AtenCall) -> bool:
     """Returns True if the call may be fused with communication."""
     return call.name in _NAMES and len(call.inputs[1].shape) == 2 and len(call.inputs[0].shape) >= 2
 

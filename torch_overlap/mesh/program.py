@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_overlap.mesh.call import Call, Operand
+from torch_overlap.mesh.aten_call import AtenCall, Operand
 
 __all__ = ["Program", "Recorded", "Ref"]
 
@@ -24,7 +24,7 @@ class Ref:
 class Recorded(NamedTuple):
     """An operator, and the numbers of its values."""
 
-    call: Call
+    call: AtenCall
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 

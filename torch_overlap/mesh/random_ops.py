@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_overlap._C import UnsupportedError
-from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.aten_call import AtenCall
 
 __all__ = ["refuse_random"]
 
@@ -16,7 +16,7 @@ _SWITCHES: dict[str, tuple[int, int | None]] = {
 }  # fmt: skip
 
 
-def refuse_random(call: Call) -> None:
+def refuse_random(call: AtenCall) -> None:
     """Raises UnsupportedError if the operator draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in call.target.tags:
         return

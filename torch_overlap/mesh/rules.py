@@ -7,7 +7,7 @@ import cmath
 import torch
 
 from torch_overlap.mesh._core import OpRule
-from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.aten_call import AtenCall
 from torch_overlap.mesh.expand import EXPANSIONS
 from torch_overlap.mesh.rules_compute import COMPUTE
 from torch_overlap.mesh.rules_move import MOVES
@@ -49,7 +49,7 @@ def known_operators() -> list[str]:
     return sorted(elementwise | set(COMPUTE) | set(MOVES) | set(EXPANSIONS))
 
 
-def rule_of(call: Call) -> OpRule | None:
+def rule_of(call: AtenCall) -> OpRule | None:
     """Returns the rule of an operator on these operands.
 
     None if there is no rule: then the operands must be whole (OpRule.opaque), which is correct and slow. A known name
@@ -63,7 +63,7 @@ def rule_of(call: Call) -> OpRule | None:
     return rule if rule.outputs == [x.shape for x in call.outputs] else None
 
 
-def _find(call: Call) -> OpRule | None:
+def _find(call: AtenCall) -> OpRule | None:
     name = call.name
     make = MOVES.get(name) or COMPUTE.get(name)
     try:
@@ -77,7 +77,7 @@ def _find(call: Call) -> OpRule | None:
         return None
 
 
-def _elementwise(name: str, call: Call) -> str | None:
+def _elementwise(name: str, call: AtenCall) -> str | None:
     has_scalar = len(call.inputs) < 2
     if name == "mul":
         return _scaling(call) if has_scalar else "multiply"
@@ -104,7 +104,7 @@ def _elementwise(name: str, call: Call) -> str | None:
     return "nonlinear" if name in _NONLINEAR else None
 
 
-def _scaling(call: Call) -> str:
+def _scaling(call: AtenCall) -> str:
     """Returns the behaviour of a product with a scalar. An infinite factor, or a division by 0, gives NaN if the terms
     of a partial sum have different signs."""
     number = call.argument(1, "other", 1)

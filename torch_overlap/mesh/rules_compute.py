@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_overlap.mesh._core import OpRule
-from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.aten_call import AtenCall
 from torch_overlap.mesh.rules_move import equation, names_of, whole
 
 __all__ = ["COMPUTE"]
 
 
-def _matmul(call: Call) -> OpRule:
+def _matmul(call: AtenCall) -> OpRule:
     return OpRule.matmul(call.inputs[0].shape, call.inputs[1].shape)
 
 
-def _linear(call: Call) -> OpRule:
+def _linear(call: AtenCall) -> OpRule:
     return OpRule.linear(call.inputs[0].shape, call.inputs[1].shape, len(call.inputs) > 2)
 
 
-def _reduction(call: Call) -> OpRule | None:
+def _reduction(call: AtenCall) -> OpRule | None:
     name = {"max": "amax", "min": "amin"}.get(call.name, call.name)
     x = call.inputs[0]
     if call.name in ("max", "min") and (len(call.outputs) == 2 or len(call.inputs) == 2):
@@ -30,13 +30,13 @@ def _reduction(call: Call) -> OpRule | None:
     return OpRule.reduction(name, x.shape, [dims] if isinstance(dims, int) else list(dims or []), keepdim)
 
 
-def _extreme(call: Call) -> OpRule | None:
+def _extreme(call: AtenCall) -> OpRule | None:
     if len(call.inputs) == 2:  # two tensors
         return OpRule.elementwise(call.name, [x.shape for x in call.inputs])
     return _whole_along(call)
 
 
-def _whole_along(call: Call) -> OpRule | None:
+def _whole_along(call: AtenCall) -> OpRule | None:
     """Returns the rule of operators that need some dimensions whole, and leave size 1, none, or the same size there:
     argmax, logsumexp, sort."""
     shape = call.inputs[0].shape
@@ -66,11 +66,11 @@ _DIMS: dict[str, tuple[int, str, Any]] = {
 }
 
 
-def _einsum_rule(call: Call, inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) -> OpRule:
+def _einsum_rule(call: AtenCall, inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) -> OpRule:
     return OpRule.einsum(call.name, equation(inputs, outputs), [x.shape for x in call.inputs])
 
 
-def _along(call: Call) -> OpRule | None:
+def _along(call: AtenCall) -> OpRule | None:
     if len(call.outputs) != 1 or len(call.inputs) != 1:
         return None
     dims = call.argument(1, "dim", -1)
@@ -78,7 +78,7 @@ def _along(call: Call) -> OpRule | None:
     return OpRule.along(name, call.inputs[0].shape, [dims] if isinstance(dims, int) else list(dims))
 
 
-def _norm(call: Call) -> OpRule | None:
+def _norm(call: AtenCall) -> OpRule | None:
     normalized = call.args[1]
     dims = len(normalized) if isinstance(normalized, list | tuple) else 1
     shape = call.inputs[0].shape
@@ -90,19 +90,19 @@ def _norm(call: Call) -> OpRule | None:
     return _einsum_rule(call, [names, *[names[first:]] * (len(call.inputs) - 1)], [names, statistics, statistics])
 
 
-def _group_norm(call: Call) -> OpRule | None:
+def _group_norm(call: AtenCall) -> OpRule | None:
     names = names_of(call.inputs[0].shape, whole=range(1, len(call.inputs[0].shape)))
     return _einsum_rule(call, [names, *[[names[1]]] * (len(call.inputs) - 1)], [names])
 
 
-def _batch_norm(call: Call) -> OpRule | None:
+def _batch_norm(call: AtenCall) -> OpRule | None:
     if call.argument(5, "training", False) or len(call.inputs[0].shape) < 2:
         return None  # needs the statistics of the whole batch, or has no channel dimension
     names = names_of(call.inputs[0].shape)
     return _einsum_rule(call, [names, *[[names[1]]] * (len(call.inputs) - 1)], [names])
 
 
-def _conv(call: Call) -> OpRule | None:
+def _conv(call: AtenCall) -> OpRule | None:
     x, weight = call.inputs[0].shape, call.inputs[1].shape
     if call.name == "convolution":
         if call.argument(6, "transposed", False):
@@ -113,7 +113,7 @@ def _conv(call: Call) -> OpRule | None:
     return OpRule.conv(x, weight, call.outputs[0].shape, groups, len(call.inputs) > 2)
 
 
-def _attention(call: Call) -> OpRule | None:
+def _attention(call: AtenCall) -> OpRule | None:
     if float(call.argument(4, "dropout_p", 0.0)) != 0:
         return None
     query, key, value, *mask = (x.shape for x in call.inputs)
@@ -140,7 +140,7 @@ def _attention(call: Call) -> OpRule | None:
     )
 
 
-def _einsum(call: Call) -> OpRule | None:
+def _einsum(call: AtenCall) -> OpRule | None:
     text = str(call.args[0]).replace(" ", "")
     left, arrow, right = text.partition("->")
     terms = left.split(",")
@@ -154,13 +154,13 @@ def _einsum(call: Call) -> OpRule | None:
     return _einsum_rule(call, ins, [out])
 
 
-def _whole_last(call: Call, count: int) -> OpRule | None:
+def _whole_last(call: AtenCall, count: int) -> OpRule | None:
     """Returns the rule for batches of vectors or matrices that must be whole."""
     shape = call.inputs[0].shape
     return OpRule.along(call.name, shape, list(range(-count, 0))) if len(call.inputs) == 1 else None
 
 
-COMPUTE: dict[str, Callable[[Call], OpRule | None]] = {
+COMPUTE: dict[str, Callable[[AtenCall], OpRule | None]] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "vdot"), _matmul),
     "linear": _linear,
     **dict.fromkeys(("sum", "mean", "amax", "amin", "prod", "max", "min"), _reduction),

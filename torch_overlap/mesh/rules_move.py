@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_overlap.mesh._core import OpRule
-from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.aten_call import AtenCall
 
 __all__ = ["MOVES", "RESHAPES", "equation", "names_of", "taken_index", "whole"]
 
@@ -25,7 +25,7 @@ def equation(inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) 
     return " -> ".join(", ".join(" ".join(dims) for dims in side) for side in (inputs, outputs))
 
 
-def whole(call: Call, index: int, name: str, default: Any) -> list[int]:
+def whole(call: AtenCall, index: int, name: str, default: Any) -> list[int]:
     """Returns the dimensions of the first operand that an argument names, counted from 0; all if it names none."""
     rank = len(call.inputs[0].shape)
     dims = call.argument(index, name, default)
@@ -35,13 +35,13 @@ def whole(call: Call, index: int, name: str, default: Any) -> list[int]:
     return [d % rank for d in dims] if rank else []
 
 
-def _reshape(call: Call) -> OpRule | None:
+def _reshape(call: AtenCall) -> OpRule | None:
     if len(call.inputs) != 1:
         return None
     return OpRule.reshape(call.inputs[0].shape, call.outputs[0].shape)
 
 
-def _transpose(call: Call) -> OpRule | None:
+def _transpose(call: AtenCall) -> OpRule | None:
     shape = call.inputs[0].shape
     order = list(range(len(shape)))
     if call.name == "permute":
@@ -61,16 +61,16 @@ def _transpose(call: Call) -> OpRule | None:
     return OpRule.transpose(shape, order)
 
 
-def _broadcast(call: Call) -> OpRule | None:
+def _broadcast(call: AtenCall) -> OpRule | None:
     return OpRule.broadcast(call.inputs[0].shape, call.outputs[0].shape) if len(call.inputs) == 1 else None
 
 
-def _slice(call: Call) -> OpRule | None:
+def _slice(call: AtenCall) -> OpRule | None:
     dim = int(call.argument(1, "dim", 0))
     return _parts(call, dim)
 
 
-def _parts(call: Call, dim: int) -> OpRule | None:
+def _parts(call: AtenCall, dim: int) -> OpRule | None:
     """Returns the rule of a slice, from the sizes of its parts: their positions do not matter."""
     shape = call.inputs[0].shape
     parts, at = [], 0
@@ -81,11 +81,11 @@ def _parts(call: Call, dim: int) -> OpRule | None:
     return OpRule.slice(shape, dim, parts)
 
 
-def _split(call: Call) -> OpRule | None:
+def _split(call: AtenCall) -> OpRule | None:
     return _parts(call, int(call.argument(2, "dim", 0)))
 
 
-def _take(call: Call) -> OpRule | None:
+def _take(call: AtenCall) -> OpRule | None:
     if call.name == "embedding":
         if call.argument(3, "scale_grad_by_freq", False) or call.argument(4, "sparse", False):
             return None  # counts of the whole batch
@@ -97,7 +97,7 @@ def _take(call: Call) -> OpRule | None:
     return OpRule.take(call.inputs[0].shape, call.inputs[1].shape, dim)
 
 
-def taken_index(call: Call) -> int | None:
+def taken_index(call: AtenCall) -> int | None:
     """Returns the dimension of x[:, index] with one tensor of integers; None for other indices."""
     indices = call.args[1]
     given = [d for d, index in enumerate(indices) if index is not None]
@@ -106,12 +106,12 @@ def taken_index(call: Call) -> int | None:
     return given[0]
 
 
-def _index(call: Call) -> OpRule | None:
+def _index(call: AtenCall) -> OpRule | None:
     dim = taken_index(call)
     return None if dim is None else OpRule.take(call.inputs[0].shape, call.inputs[1].shape, dim)
 
 
-def _gather(call: Call) -> OpRule | None:
+def _gather(call: AtenCall) -> OpRule | None:
     """Returns the rule of out[i, j] = x[i, index[i, j]]. If sharded along the dimension, every rank gathers from its
     own part."""
     x, index = (list(operand.shape) for operand in call.inputs)
@@ -128,7 +128,7 @@ def _gather(call: Call) -> OpRule | None:
     return OpRule.einsum("gather", equation([x_names, index_names], [index_names]), [x, index])
 
 
-def _scatter(call: Call) -> OpRule | None:
+def _scatter(call: AtenCall) -> OpRule | None:
     """Returns the rule of x[i, index[i, j]] = source[i, j], or +=: whole along the dimension, parallel along others."""
     x = call.inputs[0].shape
     if not x or len(call.inputs) == 1:
@@ -146,7 +146,7 @@ def _scatter(call: Call) -> OpRule | None:
     return OpRule.einsum(call.name, equation([names, *others], [names]), [x.shape for x in call.inputs])
 
 
-def _index_add(call: Call) -> OpRule | None:
+def _index_add(call: AtenCall) -> OpRule | None:
     if len(call.inputs) != 3 or len(call.inputs[1].shape) != 1 or not call.inputs[0].shape:
         return None
     x, _, source = (operand.shape for operand in call.inputs)
@@ -156,7 +156,7 @@ def _index_add(call: Call) -> OpRule | None:
     return OpRule.einsum(call.name, equation([names, [added[dim]], added], [names]), [x.shape for x in call.inputs])
 
 
-def _cat(call: Call) -> OpRule | None:
+def _cat(call: AtenCall) -> OpRule | None:
     dim = int(call.argument(1, "dim", 0))
     if any(len(x.shape) != len(call.outputs[0].shape) for x in call.inputs):
         return None  # empty vectors, which torch skips
@@ -165,17 +165,17 @@ def _cat(call: Call) -> OpRule | None:
     return OpRule.concat([x.shape for x in call.inputs], dim)
 
 
-def _along(call: Call) -> OpRule | None:
+def _along(call: AtenCall) -> OpRule | None:
     dims = call.argument(2 if call.name == "roll" else 1, "dims", None)
     shape = call.inputs[0].shape
     return OpRule.along(call.name, shape, [dims] if isinstance(dims, int) else list(dims or range(len(shape))))
 
 
-def _triangle(call: Call) -> OpRule | None:
+def _triangle(call: AtenCall) -> OpRule | None:
     return OpRule.along(call.name, call.inputs[0].shape, [-2, -1])
 
 
-MOVES: dict[str, Callable[[Call], OpRule | None]] = {
+MOVES: dict[str, Callable[[AtenCall], OpRule | None]] = {
     **dict.fromkeys(sorted(RESHAPES), _reshape),
     **dict.fromkeys(("t", "transpose", "permute", "mT", "numpy_T", "swapaxes", "swapdims", "movedim", "moveaxis"),
                     _transpose),

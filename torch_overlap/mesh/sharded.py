@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Provenance", "Sharded", "provenance_of", "register"]
 
-_reshard = torch.ops.torch_overlap.reshard
+_reshard_op = torch.ops.torch_overlap.reshard
 
 
 def _unregistered(*args: Any) -> Any:
@@ -42,15 +42,15 @@ def _unregistered(*args: Any) -> Any:
 
 
 # Modules above this one, which torch_overlap.mesh registers: they construct Sharded values.
-_call: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], str], Any] = _unregistered
+_run_function: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], str], Any] = _unregistered
 _begin_backward: Callable[..., tuple[Tensor, Tensor]] = _unregistered
 _shard: Callable[..., Sharded] = _unregistered
 
 
-def register(call: Callable[..., Any], begin_backward: Callable[..., Any], shard: Callable[..., Any]) -> None:
+def register(run_function: Callable[..., Any], begin_backward: Callable[..., Any], shard: Callable[..., Any]) -> None:
     """Sets what Sharded's methods call: a torch function on Sharded values, the start of a backward pass, `shard`."""
-    global _call, _begin_backward, _shard
-    _call, _begin_backward, _shard = call, begin_backward, shard
+    global _run_function, _begin_backward, _shard
+    _run_function, _begin_backward, _shard = run_function, begin_backward, shard
 
 
 class Provenance(enum.IntEnum):
@@ -96,7 +96,7 @@ class Sharded:
         "_computed_state",
         "_copies",
         "_deferred_matmul",
-        "_is_fused",
+        "_is_reduced_by_product",
         "_local",
         "_provenance",
         "spec",
@@ -110,7 +110,7 @@ class Sharded:
         provenance: Provenance = Provenance.CALLER,
     ) -> None:
         self._local, self.spec, self._deferred_matmul, self._provenance = local, spec, product, provenance
-        self._is_fused = False  # the reduction of the product was fused: gradients bypass `local`
+        self._is_reduced_by_product = False  # the reduction of the product was fused: gradients bypass `local`
         self._computed_state = UNCHANGED  # that of a product when it was computed
         self._copies: MovedCopies | None = None
         self._caches_in_dynamo = bool(provenance) and is_dynamo_compiling() and cache_in_dynamo(self)
@@ -135,14 +135,14 @@ class Sharded:
         local = self._deferred_matmul.compute()
         if is_same_capture:  # otherwise a replay changes the operands
             self._local, self._computed_state = local, state_of(local)
-            if self._is_fused:
+            if self._is_reduced_by_product:
                 self._deferred_matmul = None
         return local
 
     @local.setter
     def local(self, value: Tensor) -> None:
         self._local, self._deferred_matmul, self._provenance = value, None, Provenance.CALLER
-        self._is_fused, self._computed_state = False, UNCHANGED
+        self._is_reduced_by_product, self._computed_state = False, UNCHANGED
         self._stop_caching()
 
     @property
@@ -228,16 +228,16 @@ class Sharded:
         """Returns the name of the tensor type, as torch.Tensor.type; with `dtype`, the value in that type."""
         if dtype is None:
             return torch.empty(0, dtype=self.dtype, device=self.device).type()
-        return _call(Tensor.type, (self, dtype, non_blocking), {}, "type")
+        return _run_function(Tensor.type, (self, dtype, non_blocking), {}, "type")
 
     def cpu(self) -> Sharded:
         """Returns itself on a mesh of CPUs; raises on other meshes."""
-        out: Sharded = _call(Tensor.to, (self, "cpu"), {}, "to")
+        out: Sharded = _run_function(Tensor.to, (self, "cpu"), {}, "to")
         return out
 
     def cuda(self) -> Sharded:
         """Returns itself on a mesh of GPUs; raises on other meshes."""
-        out: Sharded = _call(Tensor.to, (self, "cuda"), {}, "to")
+        out: Sharded = _run_function(Tensor.to, (self, "cuda"), {}, "to")
         return out
 
     def __len__(self) -> int:
@@ -246,7 +246,7 @@ class Sharded:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Sharded]:
-        return iter(_call(Tensor.unbind, (self,), {}, "unbind") if len(self) else ())
+        return iter(_run_function(Tensor.unbind, (self,), {}, "unbind") if len(self) else ())
 
     def __repr__(self) -> str:
         return f"Sharded({self.spec}, local {tuple(self.spec.local_shape)})"
@@ -256,7 +256,7 @@ class Sharded:
     def reshard(self, spec: Any) -> Sharded:
         """Returns the same value in another layout: any spelling of one. The cost is that of `mesh.plan(...)`;
         differentiable."""
-        return self._to(as_dynamo_constant(target_of, self.spec, spec))
+        return self._move_to(as_dynamo_constant(target_of, self.spec, spec))
 
     def shard(self, mesh: MeshComms, spec: Any = None, replicated_axes: Sequence[str] = (),
               partial_sum_axes: Sequence[str] = ()) -> Sharded:  # fmt: skip
@@ -273,17 +273,17 @@ class Sharded:
         return Sharded(local, spec)
 
     def _reshard(self, layout: Layout) -> Sharded:
-        return self._to(spec_of(self.mesh, layout, self.shape, self.dtype))
+        return self._move_to(spec_of(self.mesh, layout, self.shape, self.dtype))
 
-    def _to(self, target: ValueSpec) -> Sharded:
+    def _move_to(self, target: ValueSpec) -> Sharded:
         if target.text == self.spec.text:
             return self
-        moved = self._moved(target)
+        moved = self._local_under(target)
         if not is_dynamo_compiling() and moved.requires_grad and self._should_cache_copies():
             moved = moved.view_as(moved)  # hooks on the result must not see gradients of other users of the copy
         return Sharded(moved, target, None, provenance_of(target))
 
-    def _moved(self, target: ValueSpec) -> Tensor:
+    def _local_under(self, target: ValueSpec) -> Tensor:
         """Returns the local tensor under another layout.
 
         Results of functions cache their moved copies, so that each move is made once. Values that the caller made (a
@@ -300,18 +300,18 @@ class Sharded:
         reduced = None if copies is None else copies.find_reduced(self._state())
         product = self._deferred_matmul
         if reduced is not None:
-            moved = _moved(reduced[0], reduced[1], target)
-        elif product is not None and self._can_fuse(product):
-            moved = product.fused_result(spec, target)
-            self._is_fused = moved is not None
-            if self._is_fused and self._local is not None:
+            moved = _move_local(reduced[0], reduced[1], target)
+        elif product is not None and self._can_reduce_by_product(product):
+            moved = product.reduced_result(spec, target)
+            self._is_reduced_by_product = moved is not None
+            if self._is_reduced_by_product and self._local is not None:
                 self._deferred_matmul = None
         if moved is None:
-            moved = _moved(self._used_local(), spec, target)
+            moved = _move_local(self._used_local(), spec, target)
         self._cache_copy(target.text, moved, target)
         return moved
 
-    def _operand(self, target: ValueSpec) -> Tensor:
+    def _operand_under(self, target: ValueSpec) -> Tensor:
         """Returns the local tensor under another layout, to compute with. Without a gradient, layouts with the same
         values need no move."""
         spec = self.spec
@@ -322,7 +322,7 @@ class Sharded:
             # Under vmap the inner tensor is the one that requires a gradient.
             if not is_batchedtensor(local) and not (local.requires_grad and torch.is_grad_enabled()):
                 return local
-        return self._moved(target)
+        return self._local_under(target)
 
     # --- Deferred products and moved copies
 
@@ -333,7 +333,7 @@ class Sharded:
             self._deferred_matmul = None
         return local
 
-    def _can_fuse(self, product: DeferredMatmul) -> bool:
+    def _can_reduce_by_product(self, product: DeferredMatmul) -> bool:
         """Returns True if this is the first use of the product, which can be fused with its reduction.
 
         If this rank alone has computed `local`, the answer is the same. It is False where the fused operator would miss
@@ -341,7 +341,7 @@ class Sharded:
         computed, gradients of a product that is reduced under no_grad.
         """
         local = self._local
-        if self._is_fused or (product.requires_grad and not torch.is_grad_enabled()):
+        if self._is_reduced_by_product or (product.requires_grad and not torch.is_grad_enabled()):
             return False
         if is_dynamo_compiling():
             return product.is_traced and local is None
@@ -352,7 +352,7 @@ class Sharded:
 
     def _expect_in_graph(self, op: str) -> None:
         """Raises if gradients bypass `local`."""
-        if self._is_fused and self.requires_grad:
+        if self._is_reduced_by_product and self.requires_grad:
             raise StateError(
                 f"{op}: expected a product whose gradient is kept, got one that was fused with its reduction; call "
                 "retain_grad() on it before functions use it"
@@ -483,7 +483,7 @@ class Sharded:
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:  # fmt: skip
-        return _call(func, args, kwargs or {}, "")
+        return _run_function(func, args, kwargs or {}, "")
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(Tensor, name, None)
@@ -491,7 +491,7 @@ class Sharded:
         if attribute is None or name.startswith("__") or not (callable(attribute) or is_view):
             raise AttributeError(f"'Sharded' object has no attribute '{name}'; .local has those of this rank's part")
         if not callable(attribute):
-            return _call(attribute.__get__, (self,), {}, name)  # T, mT
+            return _run_function(attribute.__get__, (self,), {}, name)  # T, mT
         return _method(attribute, name).__get__(self)
 
 
@@ -499,14 +499,14 @@ def _anchored(spec: ValueSpec) -> ValueSpec:
     return spec_of(spec.mesh, spec.layout, spec.shape, spec.dtype, anchored=True)
 
 
-def _moved(local: Tensor, spec: ValueSpec, target: ValueSpec) -> Tensor:
-    moved: Tensor = _reshard(local, spec.name, spec.text, target.text, spec.shape)
+def _move_local(local: Tensor, spec: ValueSpec, target: ValueSpec) -> Tensor:
+    moved: Tensor = _reshard_op(local, spec.name, spec.text, target.text, spec.shape)
     return moved
 
 
 def _method(function: Callable[..., Any], name: str) -> Any:
     def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        return _call(function, (self, *args), kwargs, name)
+        return _run_function(function, (self, *args), kwargs, name)
 
     method.__name__ = function.__name__
     method.__doc__ = f"torch.Tensor.{function.__name__} of the value, brought where that is cheapest."

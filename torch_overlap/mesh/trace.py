@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 
 from torch_overlap._C import UnsupportedError
 from torch_overlap.mesh._core import Graph, Layout, Mesh, OpRule
-from torch_overlap.mesh.call import Call, Operand
+from torch_overlap.mesh.aten_call import AtenCall, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.expand import EXPANSIONS
 from torch_overlap.mesh.rules import rule_of
@@ -163,14 +163,14 @@ class _Builder:
             self.value(node, node.name, for_all)
             return
         args, kwargs = self._operands(node.args), self._operands(dict(node.kwargs))
-        call = Call(node.target, args, kwargs, outputs, is_sequence=is_sequence)
+        call = AtenCall(node.target, args, kwargs, outputs, is_sequence=is_sequence)
         made = self._add(call, [self.numbers[t] for t in tensors], node.name)
         if is_sequence:
             self.parts[node] = made
         else:
             self.numbers[node] = made[0]
 
-    def _add(self, call: Call, inputs: list[int], name: str) -> list[int]:
+    def _add(self, call: AtenCall, inputs: list[int], name: str) -> list[int]:
         """Adds an operator, or its expansion; returns the numbers of its results."""
         program = None
         if call.name in EXPANSIONS:
@@ -187,7 +187,7 @@ class _Builder:
         refs = program.result if call.is_sequence else [program.result]
         return [numbers[ref.number] for ref in refs]
 
-    def _add_one(self, call: Call, inputs: list[int], name: str) -> list[int]:
+    def _add_one(self, call: AtenCall, inputs: list[int], name: str) -> list[int]:
         rule = rule_of(call)
         if rule is None:
             self.traced.unknown.append(call.name)
@@ -195,13 +195,13 @@ class _Builder:
         names = [name if len(call.outputs) == 1 else f"{name}.{i}" for i in range(len(call.outputs))]
         return self.graph.add_node(rule, inputs, names, call.outputs[0].dtype.itemsize)
 
-    def _constant(self, call: Call, name: str) -> int:
+    def _constant(self, call: AtenCall, name: str) -> int:
         (made,) = call.outputs
         for_all = Layout.replicated(self.graph.mesh, len(made.shape))
         return self.graph.add_value(name, made.shape, made.dtype.itemsize, for_all)
 
     def _operands(self, args: Any) -> Any:
-        """Returns arguments of a Call, with operands for values of the graph."""
+        """Returns arguments of a AtenCall, with operands for values of the graph."""
         if isinstance(args, dict):
             return {key: self._operands(value) for key, value in args.items()}
         if isinstance(args, list | tuple):

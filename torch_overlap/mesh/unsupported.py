@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch_overlap._C import UnsupportedError
-from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.aten_call import AtenCall
 
 __all__ = ["UNSUPPORTED_METHODS", "refuse_strides"]
 
@@ -35,7 +35,7 @@ UNSUPPORTED_METHODS = {name: _unsupported_error(name, _MEMORY) for name in _OF_M
 _STRIDED = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
 
 
-def refuse_strides(call: Call) -> None:
+def refuse_strides(call: AtenCall) -> None:
     """Raises UnsupportedError if the operator addresses memory by strides: those of local tensors depend on the
     layout."""
     if call.name in _STRIDED:

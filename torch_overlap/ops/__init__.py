@@ -38,7 +38,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_overlap.ops import _effects, _vmap, _vmap_fused
+from torch_overlap.ops import _effects, _vmap, _vmap_overlapped
 from torch_overlap.ops.gemm import (
     dequantize,
     gemm,
@@ -73,7 +73,13 @@ if TYPE_CHECKING:
         send,
         wait_tensor,
     )
-    from torch_overlap.ops.fused import (
+    from torch_overlap.ops.norms import (
+        all_reduce_rms_norm,
+        all_reduce_rms_norm_quantize,
+        matmul_all_reduce_rms_norm,
+        matmul_all_reduce_rms_norm_quantize,
+    )
+    from torch_overlap.ops.overlapped import (
         all_gather_matmul,
         all_to_all_matmul,
         bulk_overlap_matmul,
@@ -83,12 +89,6 @@ if TYPE_CHECKING:
         scaled_all_gather_matmul,
         scaled_matmul_all_reduce,
         scaled_matmul_reduce_scatter,
-    )
-    from torch_overlap.ops.norms import (
-        all_reduce_rms_norm,
-        all_reduce_rms_norm_quantize,
-        matmul_all_reduce_rms_norm,
-        matmul_all_reduce_rms_norm_quantize,
     )
     from torch_overlap.ops.windows import put, signal, wait_signal
 
@@ -140,7 +140,7 @@ __all__ = [
 ]
 
 # Loaded on first access to one of their functions: they register with torch.compile, which imports it.
-_MODULES = ("collectives", "fused", "norms", "windows")
+_MODULES = ("collectives", "norms", "overlapped", "windows")
 
 
 def __getattr__(name: str) -> Any:
@@ -158,4 +158,4 @@ def __dir__() -> list[str]:
 
 _effects.register()
 _vmap.register()
-_vmap_fused.register()
+_vmap_overlapped.register()

@@ -83,6 +83,6 @@ def register() -> None:
         "_waited",
         "_invariant_to_replicated",
         "_replicated_to_invariant",
-        "_to_pending",
+        "_to_partial",
     ):
         torch.library.register_vmap(f"torch_overlap::{name}", _any_shape_rule(getattr(ops, name)))

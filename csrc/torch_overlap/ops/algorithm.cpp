@@ -77,7 +77,7 @@ std::string fused_unsupported_reason(const OverlapProblem& problem, const TorchC
 
 ChannelRequirements fused_channels(const OverlapProblem& problem, const TorchComm& comm) {
   const int64_t reduce_bytes = fused_allreduce_bytes(problem, comm);
-  if (reduce_bytes > 0) return {{OperatorChannel::reduce, reduce_bytes}};
+  if (reduce_bytes > 0) return {{OperatorChannel::fused_all_reduce, reduce_bytes}};
   return channels_of(problem, comm);
 }
 

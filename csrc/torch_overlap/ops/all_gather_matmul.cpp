@@ -38,29 +38,29 @@ AllGatherMatmul::Result all_gather_matmul_kernel(const AllGatherMatmul& call) {
   auto out = allocate(call, dim);
   if (is_shape_only(call.x)) return out;
   (void)split_main_grads(kAllGatherMatmul, call.main_grads, call.weights, call.x);
-  auto& [products, gathered] = out;
-  GatherProducts problem{.op = kAllGatherMatmul,
-                         .comm = find_comm(kAllGatherMatmul, call.comm, call.group_size),
-                         .own = to_rows(call.x, dim),
-                         .scales = {},
-                         .gathered = {},
-                         .gathered_scales = {},
-                         .gemms = {}};
-  if (call.return_gathered) problem.gathered = writable_rows(gathered, dim);
-  for (size_t i = 0; i < products.size(); ++i) {
+  auto& [results, gathered] = out;
+  GatherProducts products{.op = kAllGatherMatmul,
+                          .comm = find_comm(kAllGatherMatmul, call.comm, call.group_size),
+                          .own = to_rows(call.x, dim),
+                          .scales = {},
+                          .gathered = {},
+                          .gathered_scales = {},
+                          .gemms = {}};
+  if (call.return_gathered) products.gathered = writable_rows(gathered, dim);
+  for (size_t i = 0; i < results.size(); ++i) {
     GemmArgs args;
     args.rhs = transposed_operand(call.weights[i]);
-    args.out = writable_rows(products[i], dim);
+    args.out = writable_rows(results[i], dim);
     args.epilogue.bias = contiguous_or_undefined(optional_at(call.biases, i));
-    problem.gemms.push_back(std::move(args));
+    products.gemms.push_back(std::move(args));
   }
-  const auto algorithm = choose_forward(problem_of(problem), call.algorithm, problem.comm);
+  const auto algorithm = choose_forward(problem_of(products), call.algorithm, products.comm);
   if (!algorithm) return out;
-  run(problem, *algorithm);
-  for (size_t i = 0; i < products.size(); ++i) {
-    copy_rows_back(problem.gemms[i].out, products[i], dim);
+  run_gather(products, *algorithm);
+  for (size_t i = 0; i < results.size(); ++i) {
+    copy_rows_back(products.gemms[i].out, results[i], dim);
   }
-  if (call.return_gathered) copy_rows_back(problem.gathered, gathered, dim);
+  if (call.return_gathered) copy_rows_back(products.gathered, gathered, dim);
   return out;
 }
 

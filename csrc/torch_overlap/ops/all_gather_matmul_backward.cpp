@@ -175,7 +175,7 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
         weight_gemms);
   } else {
     sum.meanwhile = multiply_weights;
-    run(std::move(sum), algorithm);
+    run_scatter(std::move(sum), algorithm);
   }
   copy_rows_back(x_rows, x_grad, dim);
   return out;

@@ -20,8 +20,8 @@
 // It may add `static variable_list saved_results(const Op&, const variable_list& results)` and
 // `static variable_list non_differentiable(const variable_list& results)`.
 //
-// backward() finds saved complex tensors conjugated: the operators are products, and the gradient of
-// a factor has the conjugate of the other one.
+// backward() finds saved complex tensors conjugated: the operators are products, and the gradient
+// of a factor has the conjugate of the other one.
 namespace torch_overlap::ops {
 
 // The tensors of a field, for which a gradient may be asked.

@@ -109,7 +109,7 @@ Tensor to_partial_autograd(const Tensor& x, bool mine, double fill, bool invaria
 }
 
 Tensor to_partial(const Tensor& x, bool mine, double fill, bool invariant) {
-  static const auto handle = find_op<decltype(to_partial_kernel)>("_to_pending");
+  static const auto handle = find_op<decltype(to_partial_kernel)>("_to_partial");
   return handle.call(x, mine, fill, invariant);
 }
 
@@ -141,24 +141,24 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   m.def("_invariant_to_replicated(Tensor x, str comm, int group_size) -> Tensor",
         {at::Tag::pt2_compliant_tag});
   m.def("_replicated_to_invariant(Tensor x, bool mine) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("_to_pending(Tensor x, bool mine, float fill, bool invariant) -> Tensor",
+  m.def("_to_partial(Tensor x, bool mine, float fill, bool invariant) -> Tensor",
         {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_kernel);
   m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_kernel);
-  m.impl("_to_pending", torch_overlap::ops::to_partial_kernel);
+  m.impl("_to_partial", torch_overlap::ops::to_partial_kernel);
 }
 
 TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_meta);
   m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_meta);
-  m.impl("_to_pending", torch_overlap::ops::to_partial_meta);
+  m.impl("_to_partial", torch_overlap::ops::to_partial_meta);
 }
 
 TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_autograd);
   m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_autograd);
-  m.impl("_to_pending", torch_overlap::ops::to_partial_autograd);
+  m.impl("_to_partial", torch_overlap::ops::to_partial_autograd);
 }

@@ -27,7 +27,7 @@ class ChannelRowExchange final : public RowExchange {
       : RowExchange(*comm, matrices, pieces),
         channel_(operator_channel(op, comm, OperatorChannel::gather, channel_bytes(matrices))),
         operation_(op, *channel_,
-                   {.begin = EntryPayload{.rows = matrices[0].size(0),
+                   {.entry = EntryPayload{.rows = matrices[0].size(0),
                                           .signature = OpSignature::all_to_all_rows()}}) {
     operation_.enqueue([&](OverlapChannel::Session& session) {
       gathered_ = channel_->data(0, {own(), total_}, matrices[0].scalar_type());
@@ -89,7 +89,7 @@ class ChannelColumnExchange final : public ColumnExchange {
         channel_(
             operator_channel(op, comm, OperatorChannel::scatter, channel_bytes(bytes_of(into)))),
         operation_(op, *channel_,
-                   {.begin = EntryPayload{.rows = into[0].size(0),
+                   {.entry = EntryPayload{.rows = into[0].size(0),
                                           .signature = OpSignature::all_to_all_columns()},
                     .begin_on_comm_stream = channel_->is_captured()}) {
     operation_.enqueue([&](const OverlapChannel::Session&) {

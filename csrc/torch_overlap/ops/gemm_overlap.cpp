@@ -24,7 +24,7 @@ std::vector<c10::SymInt> gathered_sizes(c10::SymIntArrayRef sizes, const Buffer&
 }
 
 // Returns `sizes` of `rows` rows with this rank's part of the first dimension: equal parts, rounded
-// up, as the buffer splits rows (RowShare).
+// up, as the buffer splits rows (RowPartition).
 std::vector<c10::SymInt> local_sizes(c10::SymIntArrayRef sizes, const c10::SymInt& rows,
                                      const Buffer& buffer, std::string_view wrong) {
   auto own = sizes.vec();

@@ -31,7 +31,7 @@ Tensor matmul_all_reduce_kernel(const MatmulAllReduce& call) {
   const auto product =
       product_of(call, find_comm(kMatmulAllReduce, call.comm, call.group_size), out);
   const auto algorithm = choose_forward(problem_of(product), call.algorithm, product.comm);
-  if (algorithm) run(product, *algorithm);
+  if (algorithm) run_all_reduce(product, *algorithm);
   return out;
 }
 
@@ -118,8 +118,8 @@ MatmulAllReduceBackward::Result matmul_all_reduce_backward_kernel(
 
 }  // namespace
 
-ReduceProduct product_of(const MatmulAllReduce& call, const std::shared_ptr<TorchComm>& comm,
-                         const Tensor& out) {
+AllReduceProduct product_of(const MatmulAllReduce& call, const std::shared_ptr<TorchComm>& comm,
+                            const Tensor& out) {
   GemmArgs args;
   args.lhs = operand(to_rows(call.x, 0));
   args.rhs = transposed_operand(call.weight);

@@ -8,7 +8,7 @@
 namespace torch_overlap::ops {
 
 // Returns the product of a call that writes to `out`, the result's memory.
-ReduceProduct product_of(const MatmulAllReduce& call, const std::shared_ptr<TorchComm>& comm,
-                         const Tensor& out);
+AllReduceProduct product_of(const MatmulAllReduce& call, const std::shared_ptr<TorchComm>& comm,
+                            const Tensor& out);
 
 }  // namespace torch_overlap::ops

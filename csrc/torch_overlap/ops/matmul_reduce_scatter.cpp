@@ -39,17 +39,18 @@ Tensor matmul_reduce_scatter_kernel(const MatmulReduceScatter& call) {
   GemmArgs args;
   args.lhs = operand(to_rows(call.x, dim));
   args.rhs = transposed_operand(call.weight);
-  const ScatterProducts problem{.op = kMatmulReduceScatter,
-                                .comm = find_comm(kMatmulReduceScatter, call.comm, call.group_size),
-                                .gemms = {std::move(args)},
-                                .start = {},
-                                .bias = call.bias.value_or(Tensor()),
-                                .mean = call.op == "avg",
-                                .out = writable_rows(out, dim)};
-  const auto algorithm = choose_forward(problem_of(problem), call.algorithm, problem.comm);
+  const ScatterProducts products{
+      .op = kMatmulReduceScatter,
+      .comm = find_comm(kMatmulReduceScatter, call.comm, call.group_size),
+      .gemms = {std::move(args)},
+      .start = {},
+      .bias = call.bias.value_or(Tensor()),
+      .mean = call.op == "avg",
+      .out = writable_rows(out, dim)};
+  const auto algorithm = choose_forward(problem_of(products), call.algorithm, products.comm);
   if (!algorithm) return out;
-  run(problem, *algorithm);
-  copy_rows_back(problem.out, out, dim);
+  run_scatter(products, *algorithm);
+  copy_rows_back(products.out, out, dim);
   return out;
 }
 
@@ -102,18 +103,18 @@ MatmulReduceScatterBackward::Result matmul_reduce_scatter_backward_kernel(
   args.rhs = operand(call.weight);
   args.out = writable_rows(x_grad, dim);
   // Chosen, measured and reported as the operator that it is without the weight's gradient.
-  GatherProducts problem{.op = AllGatherMatmul::kName,
-                         .comm = find_comm(AllGatherMatmul::kName, call.comm, call.group_size),
-                         .own = to_rows(call.grad, dim),
-                         .scales = {},
-                         .gathered = {},
-                         .gathered_scales = {},
-                         .gemms = {std::move(args)}};
-  const auto algorithm = choose_forward(problem_of(problem), call.algorithm, problem.comm);
+  GatherProducts products{.op = AllGatherMatmul::kName,
+                          .comm = find_comm(AllGatherMatmul::kName, call.comm, call.group_size),
+                          .own = to_rows(call.grad, dim),
+                          .scales = {},
+                          .gathered = {},
+                          .gathered_scales = {},
+                          .gemms = {std::move(args)}};
+  const auto algorithm = choose_forward(problem_of(products), call.algorithm, products.comm);
   if (!algorithm) return out;
   if (call.weight_wanted || call.regather) {
-    problem.use_rows = [&](const Tensor& gathered) {
-      if (call.regather) start_regather(problem.comm, *call.regather, dim);
+    products.use_rows = [&](const Tensor& gathered) {
+      if (call.regather) start_regather(products.comm, *call.regather, dim);
       if (!call.weight_wanted) return;
       const auto inputs = to_rows(call.x, dim);
       if (!call.main_grads.empty()) return add_products(call.main_grads, gathered, inputs);
@@ -124,8 +125,8 @@ MatmulReduceScatterBackward::Result matmul_reduce_scatter_backward_kernel(
       Product(kMatmulReduceScatter, std::move(product)).run();
     };
   }
-  run(problem, *algorithm);
-  copy_rows_back(problem.gemms[0].out, x_grad, dim);
+  run_gather(products, *algorithm);
+  copy_rows_back(products.gemms[0].out, x_grad, dim);
   return out;
 }
 

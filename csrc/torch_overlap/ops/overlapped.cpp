@@ -22,10 +22,10 @@ int64_t element_bytes(at::ScalarType dtype) {
 
 // True if the copy of one rank's chunk of such rows takes less time than the host needs to set up
 // streams.
-bool is_small_transfer(const RowShare& share, const at::Tensor& rows) {
+bool is_small_transfer(const RowPartition& partition, const at::Tensor& rows) {
   constexpr int64_t kBytes = 512 << 10;
-  const int64_t bytes = share.largest() * rows.size(1) * element_bytes(rows.scalar_type());
-  return !is_worth_chunks(share.largest()) && bytes <= kBytes;
+  const int64_t bytes = partition.largest() * rows.size(1) * element_bytes(rows.scalar_type());
+  return !is_worth_chunks(partition.largest()) && bytes <= kBytes;
 }
 
 int64_t scales_offset_bytes(const TorchComm& comm, const at::Tensor& own) {
@@ -106,7 +106,7 @@ GatherBuffers gather_buffers(const GatherProducts& products, Algorithm algorithm
 }
 
 void gather_in_chunks(GatherProducts products, Algorithm algorithm) {
-  const RowShare share{products.own.size(0) * products.comm->size(), products.comm->size()};
+  const RowPartition partition{products.own.size(0) * products.comm->size(), products.comm->size()};
   const GatherBuffers buffers = gather_buffers(products, algorithm);
   const bool is_pipelined = algorithm == Algorithm::pipelined;
   std::optional<OverlapChannel::Use> use;
@@ -119,14 +119,14 @@ void gather_in_chunks(GatherProducts products, Algorithm algorithm) {
                                                              : run_gather_gemm;
   execute(products.op, *buffers.channel,
           {.gemms = std::move(products.gemms),
-           .rows = share,
+           .rows = partition,
            .data = buffers.data,
            .scales = buffers.scales,
            .order = GatherOrder::all_pairs,
-           .single_stream = is_small_transfer(share, products.own)});
+           .single_stream = is_small_transfer(partition, products.own)});
   // The other ranks' rows are in place.
   const auto copy_own = [&](const at::Tensor& own, const at::Tensor& all) {
-    row_view(all, share.begin(products.comm->rank()), own.size(0)).copy_(own);
+    row_view(all, partition.begin(products.comm->rank()), own.size(0)).copy_(own);
   };
   if (products.use_rows || (is_pipelined && products.gathered.defined())) {
     copy_own(products.own, buffers.data.all);
@@ -141,18 +141,18 @@ void gather_in_chunks(GatherProducts products, Algorithm algorithm) {
 
 struct ScatterBuffers {
   std::shared_ptr<OverlapChannel> channel;
-  RowShare rows;
+  RowPartition rows;
   at::Tensor partial;   // [rows, columns]: this rank's products
   at::Tensor received;  // see ScatterGemm
 };
 
-RowShare share_of(const ScatterProducts& products) {
+RowPartition partition_of(const ScatterProducts& products) {
   return {gemm_shape(products.gemms.at(0)).m, products.comm->size(), products.row_unit};
 }
 
 ScatterBuffers scatter_buffers(const ScatterProducts& products, Algorithm algorithm) {
   const auto& comm = products.comm;
-  const RowShare rows = share_of(products);
+  const RowPartition rows = partition_of(products);
   const int64_t columns = products.out.size(1);
   const auto dtype = products.out.scalar_type();
   const std::vector<int64_t> partial{rows.rows, columns};
@@ -184,7 +184,7 @@ void accumulate_into(const at::Tensor& partial, const at::Tensor& start,
 
 void multiply_then_reduce_scatter(const ScatterProducts& products) {
   const auto partial =
-      at::empty({share_of(products).rows, products.out.size(1)}, products.out.options());
+      at::empty({partition_of(products).rows, products.out.size(1)}, products.out.options());
   auto gemms = products.gemms;
   accumulate_into(partial, products.start, gemms);
   for (GemmArgs& args : gemms) Product(products.op, std::move(args)).run();
@@ -226,9 +226,9 @@ int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Ten
 int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype,
                       int64_t row_unit) {
   // The products of all rows, and each rank's part of this rank's rows.
-  const RowShare share{rows, comm.size(), row_unit};
-  return std::max<int64_t>((rows + share.size * share.largest()) * columns * element_bytes(dtype),
-                           1);
+  const RowPartition partition{rows, comm.size(), row_unit};
+  return std::max<int64_t>(
+      (rows + partition.size * partition.largest()) * columns * element_bytes(dtype), 1);
 }
 
 FusedTypes fused_types(const GemmArgs& args, at::ScalarType lhs, at::ScalarType out) {
@@ -274,7 +274,7 @@ void check(const GatherProducts& products) {
   }
 }
 
-void run(GatherProducts products, Algorithm algorithm) {
+void run_gather(GatherProducts products, Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::sequential:
     case Algorithm::bulk:  // differs in the gradient only
@@ -311,31 +311,32 @@ OverlapProblem problem_of(const ScatterProducts& products) {
                       .k = k,
                       .types = fused_types(gemms[0], gemms[0].lhs.data.scalar_type(), dtype)};
     if (!is_scaled) {
-      problem.low_latency = {OperatorChannel::sum, low_latency_bytes(comm, rows, columns, dtype)};
+      problem.low_latency = {OperatorChannel::low_latency,
+                             low_latency_bytes(comm, rows, columns, dtype)};
     }
   }
   return problem;
 }
 
 void check(const ScatterProducts& products) {
-  const RowShare rows = share_of(products);
+  const RowPartition rows = partition_of(products);
   for (const GemmArgs& whole : products.gemms) {
     check_gemm(products.op, product_of_rows(whole, 0, rows.length(0), products.out));
   }
 }
 
-void run(ScatterProducts products, Algorithm algorithm) {
+void run_scatter(ScatterProducts products, Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::sequential:
     case Algorithm::bulk:  // differs in the gradient only, which calls run_bulk()
       return multiply_then_reduce_scatter(products);
     case Algorithm::low_latency:
-      run_low_latency(products.op, products.comm,
-                      {.gemm = products.gemms.at(0),
-                       .rows = share_of(products),
-                       .out = products.out,
-                       .factor = products.mean ? 1.0 / products.comm->size() : 1.0,
-                       .bias = contiguous_or_undefined(products.bias)});
+      run_low_latency_on_channel(products.op, products.comm,
+                                 {.gemm = products.gemms.at(0),
+                                  .rows = partition_of(products),
+                                  .out = products.out,
+                                  .factor = products.mean ? 1.0 / products.comm->size() : 1.0,
+                                  .bias = contiguous_or_undefined(products.bias)});
       if (products.meanwhile) products.meanwhile();
       return;
     case Algorithm::pipelined:
@@ -365,18 +366,19 @@ void run_bulk(const ScatterProducts& products, const std::function<void()>& befo
 }
 
 ChannelGather::ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                             const at::Tensor& own, const RowShare& share, bool with_own,
+                             const at::Tensor& own, const RowPartition& partition, bool with_own,
                              Algorithm algorithm) {
   if (algorithm == Algorithm::pipelined) {
     channel_ = pipeline_channel(op, comm, OperatorChannel::gather);
-    rows_ = at::empty({share.rows, own.size(1)}, own.options());
+    rows_ = at::empty({partition.rows, own.size(1)}, own.options());
   } else {
     channel_ = operator_channel(op, comm, OperatorChannel::gather,
-                                share.rows * own.size(1) * element_bytes(own.scalar_type()));
+                                partition.rows * own.size(1) * element_bytes(own.scalar_type()));
     use_.emplace(*channel_);
-    rows_ = channel_->data(0, {share.rows, own.size(1)}, own.scalar_type());
+    rows_ = channel_->data(0, {partition.rows, own.size(1)}, own.scalar_type());
   }
-  gather_.emplace(op, *channel_, share, own, rows_, with_own, is_small_transfer(share, own));
+  gather_.emplace(op, *channel_, partition, own, rows_, with_own,
+                  is_small_transfer(partition, own));
 }
 
 }  // namespace torch_overlap::ops

@@ -17,7 +17,7 @@
 
 // Products whose left operand is gathered, or whose result is reduced: the descriptions that the
 // operators with and without scales share. problem_of() gives what the choice of an algorithm
-// depends on, and run() executes the chosen one on the current stream.
+// depends on, and run_...() executes the chosen one on the current stream.
 namespace torch_overlap::ops {
 
 // out_i = all ranks' rows * rhs_i.
@@ -38,7 +38,7 @@ struct GatherProducts {
 OverlapProblem problem_of(const GatherProducts& products);
 // Checks the products of this rank's rows.
 void check(const GatherProducts& products);
-void run(GatherProducts products, Algorithm algorithm);
+void run_gather(GatherProducts products, Algorithm algorithm);
 
 // out = this rank's rows of the sum (or mean) over ranks of start + the sum of the products, plus
 // bias.
@@ -62,14 +62,14 @@ struct ScatterProducts {
 OverlapProblem problem_of(const ScatterProducts& products);
 // Checks the product of this rank's rows.
 void check(const ScatterProducts& products);
-void run(ScatterProducts products, Algorithm algorithm);
+void run_scatter(ScatterProducts products, Algorithm algorithm);
 // The gradient's "bulk": one product for all rows. `before_reduction` is called after it, and the
 // reduction runs concurrently with the GEMMs `concurrent`. A sum without bias.
 void run_bulk(const ScatterProducts& products, const std::function<void()>& before_reduction,
               const std::vector<GemmArgs>& concurrent);
 
 // out = the sum (or mean) over ranks of the product, plus bias, on every rank.
-struct ReduceProduct {
+struct AllReduceProduct {
   std::string_view op;
   std::shared_ptr<TorchComm> comm;
   GemmArgs gemm;    // the product of all rows; `out` is ignored
@@ -79,9 +79,9 @@ struct ReduceProduct {
   // The rows of every partial product are a multiple of it, as all rows are.
   int64_t row_unit = 1;
 };
-OverlapProblem problem_of(const ReduceProduct& product);
-void check(const ReduceProduct& product);
-void run(const ReduceProduct& product, Algorithm algorithm);
+OverlapProblem problem_of(const AllReduceProduct& product);
+void check(const AllReduceProduct& product);
+void run_all_reduce(const AllReduceProduct& product, Algorithm algorithm);
 
 // Number of pieces of a pipelined all-reduce: each travels while the next one is computed.
 inline constexpr int64_t kNumAllReduceChunks = 4;
@@ -95,10 +95,10 @@ class ChannelGather {
   ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm, const at::Tensor& own,
                 Algorithm algorithm = Algorithm::p2p)
       : ChannelGather(op, comm, own, {own.size(0) * comm->size(), comm->size()}, true, algorithm) {}
-  // `share`: split of all rows among the ranks. Without `with_own`, rows() has only other ranks'
-  // rows.
+  // `partition`: split of all rows among the ranks. Without `with_own`, rows() has only other
+  // ranks' rows.
   ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm, const at::Tensor& own,
-                const RowShare& share, bool with_own, Algorithm algorithm = Algorithm::p2p);
+                const RowPartition& partition, bool with_own, Algorithm algorithm = Algorithm::p2p);
   // Valid after finish(), for the lifetime of this object.
   const at::Tensor& rows() const { return rows_; }
   void finish() { gather_->finish(); }
@@ -122,7 +122,7 @@ FusedTypes fused_types(const GemmArgs& args, at::ScalarType lhs, at::ScalarType 
 // "low_latency": sums products where the ranks wrote them.
 int64_t low_latency_bytes(const TorchComm& comm, int64_t rows, int64_t columns,
                           at::ScalarType dtype);
-void run_low_latency(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                     const ReduceGemm& problem);
+void run_low_latency_on_channel(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                                const ReduceGemm& problem);
 
 }  // namespace torch_overlap::ops

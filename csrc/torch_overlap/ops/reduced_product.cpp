@@ -11,7 +11,7 @@
 #include "torch_overlap/overlap/execute_common.h"
 #include "torch_overlap/overlap/op_channels.h"
 
-// The algorithms of ReduceProduct.
+// The algorithms of AllReduceProduct.
 namespace torch_overlap::ops {
 namespace {
 
@@ -24,7 +24,7 @@ int64_t block_count(int64_t rows, int64_t features) {
 }
 
 // The product of some rows.
-GemmArgs product_of_rows(const ReduceProduct& product, const IndexRange& rows,
+GemmArgs product_of_rows(const AllReduceProduct& product, const IndexRange& rows,
                          const at::Tensor& out) {
   GemmArgs args = ops::product_of_rows(product.gemm, rows.begin, rows.length, out);
   args.overlaps_communication = rows.length < product.out.size(0);
@@ -36,7 +36,7 @@ GemmArgs product_of_rows(const ReduceProduct& product, const IndexRange& rows,
 // accumulates in fp32, in rank order.
 class BlockwiseReduction {
  public:
-  explicit BlockwiseReduction(const ReduceProduct& product) : product_(product) {}
+  explicit BlockwiseReduction(const AllReduceProduct& product) : product_(product) {}
 
   void run(Algorithm algorithm) {
     const auto& comm = product_.comm;
@@ -44,20 +44,20 @@ class BlockwiseReduction {
     for (const IndexRange& block :
          row_chunks(out.size(0), block_count(out.size(0), out.size(1)), product_.row_unit)) {
       const auto rows = row_view(out, block.begin, block.length);
-      const RowShare share{block.length, comm->size(), product_.row_unit};
-      const auto own = rows_of_rank(rows, share, comm->rank());
-      ops::run(ScatterProducts{.op = product_.op,
-                               .comm = comm,
-                               .gemms = {product_of_rows(product_, block, rows)},
-                               .start = {},
-                               .bias = {},
-                               .mean = product_.mean,
-                               .out = own,
-                               .row_unit = product_.row_unit},
-               algorithm);
+      const RowPartition partition{block.length, comm->size(), product_.row_unit};
+      const auto own = rows_of_rank(rows, partition, comm->rank());
+      run_scatter(ScatterProducts{.op = product_.op,
+                                  .comm = comm,
+                                  .gemms = {product_of_rows(product_, block, rows)},
+                                  .start = {},
+                                  .bias = {},
+                                  .mean = product_.mean,
+                                  .out = own,
+                                  .row_unit = product_.row_unit},
+                  algorithm);
       finish_gather();
-      in_flight_ = Block{rows, share};
-      gather_.emplace(product_.op, comm, own, share, /*with_own=*/false);
+      in_flight_ = Block{rows, partition};
+      gather_.emplace(product_.op, comm, own, partition, /*with_own=*/false);
     }
     finish_gather();
   }
@@ -65,25 +65,26 @@ class BlockwiseReduction {
  private:
   struct Block {
     at::Tensor rows;
-    RowShare share;
+    RowPartition partition;
   };
 
   // Copies the gathered rows to their place in the result.
   void finish_gather() {
     if (!gather_) return;
     gather_->finish();
-    const auto& [rows, share] = in_flight_;
+    const auto& [rows, partition] = in_flight_;
     const int rank = product_.comm->rank();
-    const int64_t begin = share.begin(rank);
-    const int64_t end = begin + share.length(rank);
-    for (const auto& [first, last] : {std::pair(int64_t{0}, begin), std::pair(end, share.rows)}) {
+    const int64_t begin = partition.begin(rank);
+    const int64_t end = begin + partition.length(rank);
+    for (const auto& [first, last] :
+         {std::pair(int64_t{0}, begin), std::pair(end, partition.rows)}) {
       if (last > first)
         copy_with_bias(row_view(rows, first, last - first),
                        row_view(gather_->rows(), first, last - first));
     }
     // Every rank adds its own bias, as in the other algorithms: to its rows, after all ranks
     // received them.
-    if (product_.bias.defined()) rows_of_rank(rows, share, rank).add_(product_.bias);
+    if (product_.bias.defined()) rows_of_rank(rows, partition, rank).add_(product_.bias);
     gather_.reset();
   }
 
@@ -95,20 +96,20 @@ class BlockwiseReduction {
     }
   }
 
-  const ReduceProduct& product_;
+  const AllReduceProduct& product_;
   Block in_flight_;
   std::optional<ChannelGather> gather_;
 };
 
-RedOpType reduction_of(const ReduceProduct& product) {
+RedOpType reduction_of(const AllReduceProduct& product) {
   return product.mean ? RedOpType::AVG : RedOpType::SUM;
 }
 
-void add_bias(const ReduceProduct& product) {
+void add_bias(const AllReduceProduct& product) {
   if (product.bias.defined()) at::Tensor(product.out).add_(product.bias);
 }
 
-void multiply_then_reduce(const ReduceProduct& product) {
+void multiply_then_reduce(const AllReduceProduct& product) {
   GemmArgs args = product.gemm;
   args.out = product.out;
   Product(product.op, std::move(args)).run();
@@ -116,7 +117,7 @@ void multiply_then_reduce(const ReduceProduct& product) {
   add_bias(product);
 }
 
-void reduce_in_pieces(const ReduceProduct& product) {
+void reduce_in_pieces(const AllReduceProduct& product) {
   const auto chunks = row_chunks(product.out.size(0), kNumAllReduceChunks, product.row_unit);
   std::vector<Product> products;  // checked before anything is sent
   for (const IndexRange& chunk : chunks) {
@@ -142,10 +143,10 @@ void reduce_in_pieces(const ReduceProduct& product) {
   add_bias(product);
 }
 
-ReduceGemm reduce_gemm(const ReduceProduct& product) {
+ReduceGemm reduce_gemm(const AllReduceProduct& product) {
   return {.gemm = product.gemm,
           .rows = {product.out.size(0), product.comm->size()},
-          .everywhere = true,
+          .is_all_reduce = true,
           .out = product.out,
           .factor = product.mean ? 1.0 / product.comm->size() : 1.0,
           .bias = contiguous_or_undefined(product.bias)};
@@ -161,21 +162,22 @@ int64_t low_latency_bytes(const TorchComm& comm, int64_t rows, int64_t columns,
       1);
 }
 
-void run_low_latency(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                     const ReduceGemm& problem) {
+void run_low_latency_on_channel(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                                const ReduceGemm& problem) {
   const auto bytes =
       low_latency_bytes(*comm, problem.rows.rows, problem.out.size(1), problem.out.scalar_type());
-  run_low_latency_sum(op, *operator_channel(op, comm, OperatorChannel::sum, bytes), problem);
+  run_low_latency_sum(op, *operator_channel(op, comm, OperatorChannel::low_latency, bytes),
+                      problem);
 }
 
-OverlapProblem problem_of(const ReduceProduct& product) {
+OverlapProblem problem_of(const AllReduceProduct& product) {
   const TorchComm& comm = *product.comm;
   const int64_t rows = product.out.size(0);
   const int64_t features = product.out.size(1);
   const auto dtype = product.out.scalar_type();
   const int64_t local_k = gemm_shape(product.gemm).k;
   const auto blocks = static_cast<int>(block_count(rows, features));
-  const int64_t block = RowShare{rows, blocks, product.row_unit}.largest();
+  const int64_t block = RowPartition{rows, blocks, product.row_unit}.largest();
   return {.op = product.op,
           .dtype = dtype,
           .layer = GemmShape{rows, features, local_k * comm.size()},
@@ -189,18 +191,18 @@ OverlapProblem problem_of(const ReduceProduct& product) {
                                  .rows = block,
                                  .types = fused_types(product.gemm,
                                                       product.gemm.lhs.data.scalar_type(), dtype)},
-          .low_latency = ChannelRequirement{OperatorChannel::sum,
+          .low_latency = ChannelRequirement{OperatorChannel::low_latency,
                                             low_latency_bytes(comm, rows, features, dtype)},
           .is_all_reduce = true};
 }
 
-void check(const ReduceProduct& product) {
+void check(const AllReduceProduct& product) {
   GemmArgs args = product.gemm;
   args.out = product.out;
   check_gemm(product.op, args);
 }
 
-void run(const ReduceProduct& product, Algorithm algorithm) {
+void run_all_reduce(const AllReduceProduct& product, Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::sequential:
     case Algorithm::bulk:  // differs in the gradient only
@@ -213,11 +215,11 @@ void run(const ReduceProduct& product, Algorithm algorithm) {
       const int64_t bytes = fused_allreduce_bytes(problem_of(product), *product.comm);
       if (bytes == 0) return BlockwiseReduction(product).run(algorithm);
       const auto channel =
-          operator_channel(product.op, product.comm, OperatorChannel::reduce, bytes);
-      return run_fused_reduce(product.op, *channel, reduce_gemm(product));
+          operator_channel(product.op, product.comm, OperatorChannel::fused_all_reduce, bytes);
+      return run_fused_all_reduce(product.op, *channel, reduce_gemm(product));
     }
     case Algorithm::low_latency:
-      return run_low_latency(product.op, product.comm, reduce_gemm(product));
+      return run_low_latency_on_channel(product.op, product.comm, reduce_gemm(product));
   }
 }
 

@@ -147,7 +147,7 @@ MatmulAllReduce without_norm(const Call& call) {
 // Returns the algorithm of the product and its sum. The measurement is of a sum without a norm.
 // With a norm after it, one kernel that does both is faster than a sum that saves a copy of its
 // operand.
-std::optional<Algorithm> choose_with_norm(const ReduceProduct& product,
+std::optional<Algorithm> choose_with_norm(const AllReduceProduct& product,
                                           std::string_view algorithm) {
   auto chosen = choose_forward(problem_of(product), algorithm, product.comm);
   if (chosen == Algorithm::low_latency && algorithm != "low_latency") {
@@ -168,7 +168,7 @@ template <typename Call>
 bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
                 const QuantizationOf& quantization_of) {
   const auto comm = find_comm(Call::kName, call.comm, call.group_size);
-  ReduceProduct product = product_of(without_norm(call), comm, out);
+  AllReduceProduct product = product_of(without_norm(call), comm, out);
   const auto algorithm = choose_with_norm(product, call.algorithm);
   if (!algorithm) return false;
   const bool is_sequential = algorithm == Algorithm::sequential;
@@ -176,7 +176,7 @@ bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
                          is_sequential ? call.bias : std::nullopt, call.eps);
   norm.quantization = quantization_of(*comm);
   if (!is_sequential) {
-    run(product, *algorithm);
+    run_all_reduce(product, *algorithm);
     comm->add_rms_norm(out, norm);
     return true;
   }

@@ -75,44 +75,44 @@ ScaledAllGatherMatmul::Result scaled_all_gather_matmul_kernel(const ScaledAllGat
   const auto& [dim, modes] = input;
   auto out = allocate(call, input);
   if (is_shape_only(call.x)) return out;
-  auto& [products, gathered, gathered_scales] = out;
-  GatherProducts problem{.op = kScaledAllGather,
-                         .comm = find_comm(kScaledAllGather, call.comm, call.group_size),
-                         .own = to_rows(call.x, dim),
-                         .scales = scale_rows(call.x, call.x_scale_inv, dim, modes),
-                         .gathered = {},
-                         .gathered_scales = {},
-                         .gemms = {}};
+  auto& [results, gathered, gathered_scales] = out;
+  GatherProducts products{.op = kScaledAllGather,
+                          .comm = find_comm(kScaledAllGather, call.comm, call.group_size),
+                          .own = to_rows(call.x, dim),
+                          .scales = scale_rows(call.x, call.x_scale_inv, dim, modes),
+                          .gathered = {},
+                          .gathered_scales = {},
+                          .gemms = {}};
   Tensor scales_out;  // gathered scales in the shape of the gathered x
   if (call.return_gathered) {
-    problem.gathered = writable_rows(gathered, dim);
-    if (problem.scales.defined()) {
+    products.gathered = writable_rows(gathered, dim);
+    if (products.scales.defined()) {
       auto sizes = gathered.sizes().vec();
-      sizes.back() = problem.scales.size(1);
-      scales_out = gathered_scales.view(problem.scales.scalar_type()).view(sizes);
-      problem.gathered_scales = writable_rows(scales_out, dim);
+      sizes.back() = products.scales.size(1);
+      scales_out = gathered_scales.view(products.scales.scalar_type()).view(sizes);
+      products.gathered_scales = writable_rows(scales_out, dim);
     }
   }
   for (size_t i = 0; i < call.weights.size(); ++i) {
     auto args = scaled_product(call.x_scale_inv, call.weights[i], call.weights_scale_inv[i], modes,
                                call.use_split_accumulator);
-    args.out = writable_rows(products[i], dim);
+    args.out = writable_rows(results[i], dim);
     args.epilogue.bias = contiguous_or_undefined(optional_at(call.biases, i));
-    problem.gemms.push_back(std::move(args));
+    products.gemms.push_back(std::move(args));
   }
   // Every algorithm checks its products before it sends, because 8-bit products restrict sizes.
   // With block scales the rows of a chunk must be valid for every algorithm, so the check runs
   // before the choice.
-  if (row_unit(modes) > 1) check(problem);
-  const auto algorithm =
-      choose_algorithm(problem_of(problem), call.algorithm, problem.comm, [&] { check(problem); });
+  if (row_unit(modes) > 1) check(products);
+  const auto algorithm = choose_algorithm(problem_of(products), call.algorithm, products.comm,
+                                          [&] { check(products); });
   if (!algorithm) return out;
-  run(problem, *algorithm);
-  for (size_t i = 0; i < products.size(); ++i) {
-    copy_rows_back(problem.gemms[i].out, products[i], dim);
+  run_gather(products, *algorithm);
+  for (size_t i = 0; i < results.size(); ++i) {
+    copy_rows_back(products.gemms[i].out, results[i], dim);
   }
-  if (call.return_gathered) copy_rows_back(problem.gathered, gathered, dim);
-  if (scales_out.defined()) copy_rows_back(problem.gathered_scales, scales_out, dim);
+  if (call.return_gathered) copy_rows_back(products.gathered, gathered, dim);
+  if (scales_out.defined()) copy_rows_back(products.gathered_scales, scales_out, dim);
   return out;
 }
 

@@ -47,7 +47,7 @@ Tensor scaled_matmul_all_reduce_kernel(const ScaledMatmulAllReduce& call) {
   sizes.back() = call.weight.sym_size(0);
   auto out = at::empty_symint(sizes, call.x.options().dtype(call.out_dtype));
   if (is_shape_only(call.x)) return out;
-  const ReduceProduct product{
+  const AllReduceProduct product{
       .op = kScaledAllReduce,
       .comm = find_comm(kScaledAllReduce, call.comm, call.group_size),
       .gemm = scaled_product(call.x, call.x_scale_inv, /*dim=*/0, call.weight,
@@ -59,7 +59,7 @@ Tensor scaled_matmul_all_reduce_kernel(const ScaledMatmulAllReduce& call) {
   // Every algorithm checks its products before it sends.
   const auto algorithm =
       choose_algorithm(problem_of(product), call.algorithm, product.comm, [&] { check(product); });
-  if (algorithm) run(product, *algorithm);
+  if (algorithm) run_all_reduce(product, *algorithm);
   return out;
 }
 

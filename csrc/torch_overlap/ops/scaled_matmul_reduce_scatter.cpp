@@ -49,7 +49,7 @@ Tensor scaled_matmul_reduce_scatter_kernel(const ScaledMatmulReduceScatter& call
   sizes.back() = call.weight.sym_size(0);
   auto out = at::empty_symint(sizes, call.x.options().dtype(call.out_dtype));
   if (is_shape_only(call.x)) return out;
-  const ScatterProducts problem{
+  const ScatterProducts products{
       .op = kScaledReduceScatter,
       .comm = find_comm(kScaledReduceScatter, call.comm, call.group_size),
       .gemms = {scaled_product(call.x, call.x_scale_inv, dim, call.weight, call.weight_scale_inv,
@@ -60,12 +60,12 @@ Tensor scaled_matmul_reduce_scatter_kernel(const ScaledMatmulReduceScatter& call
       .out = writable_rows(out, dim)};
   // Every algorithm checks its products before it sends. With block scales the rows of a chunk must
   // be valid for every algorithm, so the check runs before the choice.
-  if (row_unit(modes) > 1) check(problem);
-  const auto algorithm =
-      choose_algorithm(problem_of(problem), call.algorithm, problem.comm, [&] { check(problem); });
+  if (row_unit(modes) > 1) check(products);
+  const auto algorithm = choose_algorithm(problem_of(products), call.algorithm, products.comm,
+                                          [&] { check(products); });
   if (!algorithm) return out;
-  run(problem, *algorithm);
-  copy_rows_back(problem.out, out, dim);
+  run_scatter(products, *algorithm);
+  copy_rows_back(products.out, out, dim);
   return out;
 }
 

@@ -227,9 +227,9 @@ int64_t OverlapChannel::offset_of(const at::Tensor& tensor) const {
          static_cast<const std::byte*>(part_.const_data_ptr());
 }
 
-void OverlapChannel::Session::begin(const EntryPayload& operation) {
+void OverlapChannel::Session::begin(const EntryPayload& entry) {
   const int comm = streams.comm();
-  streams.run(comm, "begin", [this, operation] { transport.begin(operation); });
+  streams.run(comm, "begin", [this, entry] { transport.begin(entry); });
   begin_mark_ = streams.mark(comm);
   is_after_begin_.assign(streams.count(), false);
   is_after_begin_[comm] = true;
@@ -325,9 +325,9 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
           channel.device().acquire_resident_kernel_lock(channel.group_->device());
     const bool begins_on_comm_stream =
         options.begin_on_comm_stream && channel.transport_->can_begin_on_comm_stream();
-    if (options.begin && !begins_on_comm_stream) channel.transport_->begin(*options.begin);
+    if (options.entry && !begins_on_comm_stream) channel.transport_->begin(*options.entry);
     session_.streams.fork(options.single_stream);
-    if (options.begin && begins_on_comm_stream) session_.begin(*options.begin);
+    if (options.entry && begins_on_comm_stream) session_.begin(*options.entry);
   } catch (...) {
     fail();
     throw;

@@ -78,7 +78,7 @@ struct OperationOptions {
   // Payload that all ranks must agree on at entry: the operation starts after all ranks have
   // entered it, and a mismatch fails on both ranks. Empty: a kernel of the operation does the entry
   // itself.
-  std::optional<EntryPayload> begin;
+  std::optional<EntryPayload> entry;
   OverlapChannel* lender = nullptr;  // channel whose streams are used; null: the channel's own
   bool single_stream = false;        // see OverlapStreams::fork()
   // Runs begin() on the communication stream. Other streams are ordered after it only from their
@@ -197,7 +197,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
 
    private:
     friend class Operation;
-    void begin(const EntryPayload& operation);
+    void begin(const EntryPayload& entry);
     OverlapStreams::Mark begin_mark_{};
     std::vector<bool> is_after_begin_;  // by stream; empty: all streams are
   };

@@ -26,8 +26,8 @@ namespace torch_overlap {
 //   written to the buffer     RS: GEMMs of this rank's features write [tokens, features] to it;
 //                             each rank gets the sum of its rows
 //
-// Rows are tokens, distributed over the ranks by RowShare: equal parts, rounded up. A call may have
-// fewer tokens than the buffer (set_active_tokens). Every call computes its own partition, so
+// Rows are tokens, distributed over the ranks by RowPartition: equal parts, rounded up. A call may
+// have fewer tokens than the buffer (set_active_tokens). Every call computes its own partition, so
 // uneven remainders are no special case.
 //
 // Streams (CUDA): a call reads and writes in the order of the current stream, and the host does not
@@ -75,7 +75,7 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   // call throws on all ranks if they share memory.
   void set_active_tokens(int64_t tokens);
   int64_t active_tokens() const { return tokens_; }
-  RowShare rows() const { return {tokens_, config_.tp_size}; }
+  RowPartition rows() const { return {tokens_, config_.tp_size}; }
   // Copies `input` to the buffer: [tokens, features], or the rows of this rank if local_chunk. Its
   // dtype is that of the buffer, or one of the same size.
   void copy_into_buffer(const Tensor& input, bool local_chunk = false);

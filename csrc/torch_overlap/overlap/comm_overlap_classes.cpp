@@ -56,18 +56,18 @@ void CommOverlapBase::do_external_ag(CommOverlapCore& lender) {
 
 void CommOverlapBase::do_rs(std::string_view op, const GemmArgs& args, const Tensor& rs_output) {
   const GemmArgs product = partial_product(op, args, rs_output);
-  const int products = run_pipelined_gemm(op, channel(),
-                                          {.gemm = product,
-                                           .rows = rows(),
-                                           .columns = config().buffer_shape[1],
-                                           .dtype = config().buffer_dtype,
-                                           .splits = config().num_splits,
-                                           .overlap_first_gemm = config().rs_overlap_first_gemm,
-                                           .out = rs_output,
-                                           .scale_inv = scale_of_sum(op),
-                                           .bias = args.epilogue.bias,
-                                           .blocks = config().num_comm_sm,
-                                           .cluster = config().comm_cga_size});
+  const int products = run_split_gemm(op, channel(),
+                                      {.gemm = product,
+                                       .rows = rows(),
+                                       .columns = config().buffer_shape[1],
+                                       .dtype = config().buffer_dtype,
+                                       .splits = config().num_splits,
+                                       .overlap_first_gemm = config().rs_overlap_first_gemm,
+                                       .out = rs_output,
+                                       .scale_inv = scale_of_sum(op),
+                                       .bias = args.epilogue.bias,
+                                       .blocks = config().num_comm_sm,
+                                       .cluster = config().comm_cga_size});
   set_path(op, describe(op, products));
 }
 

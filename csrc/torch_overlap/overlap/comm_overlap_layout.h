@@ -22,7 +22,7 @@ inline int64_t scratch_offset(const CommOverlapConfig& config) {
 // the block scales of gathered 8-bit rows.
 inline int64_t scratch_bytes(const CommOverlapConfig& config) {
   if (config.method != CommOverlapMethod::RING_EXCHANGE) return 0;
-  const RowShare rows{config.buffer_shape[0], config.tp_size};
+  const RowPartition rows{config.buffer_shape[0], config.tp_size};
   const int64_t all_rows = config.tp_size * rows.largest();
   const auto element = static_cast<int64_t>(c10::elementSize(config.buffer_dtype));
   const int64_t features = config.buffer_shape[1];

@@ -33,7 +33,7 @@ void OverlapDevice::run_fused(Transport&, const FusedScatter&) {
   fail(ErrorKind::kUnsupported, "product and reduce-scatter: expected a device with fused kernels");
 }
 
-void OverlapDevice::run_fused(Transport&, const FusedReduce&) {
+void OverlapDevice::run_fused(Transport&, const FusedAllReduce&) {
   fail(ErrorKind::kUnsupported, "product and all-reduce: expected a device with fused kernels");
 }
 

@@ -106,12 +106,12 @@ class TORCH_OVERLAP_API OverlapDevice {
   // True if that kernel should be used when nothing was measured. `sms`: minimum SM count over the
   // ranks.
   virtual bool should_fuse_allreduce(const FusedShape& shape, int sms) const { return false; }
-  // Enqueues the kernel on the current stream, within an operation. A FusedReduce, a FusedScatter
-  // without pieces and a FusedGather with senders enter the operation in the kernel;
+  // Enqueues the kernel on the current stream, within an operation. A FusedAllReduce, a
+  // FusedScatter without pieces and a FusedGather with senders enter the operation in the kernel;
   // Transport::begin() must not have been called for them.
   virtual void run_fused(Transport& transport, const FusedGather& problem);
   virtual void run_fused(Transport& transport, const FusedScatter& problem);
-  virtual void run_fused(Transport& transport, const FusedReduce& problem);
+  virtual void run_fused(Transport& transport, const FusedAllReduce& problem);
   // Collectives in one kernel, which enters the operation itself: Transport::begin() must not have
   // been called. has_kernel() is true if there is one, the same on all ranks; run_low_latency()
   // enqueues it on the current stream.

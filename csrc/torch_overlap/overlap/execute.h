@@ -28,7 +28,7 @@ struct GatherGemm {
   // GEMMs of all rows: out, ... have rows.rows rows; lhs.data is data.all, and lhs.scale_inv is
   // scales.all if scales are gathered.
   std::vector<GemmArgs> gemms;
-  RowShare rows;
+  RowPartition rows;
   GatheredRows data;
   GatheredRows scales;  // block scales of lhs, one row per row of lhs; undefined: not gathered
   GatherOrder order = GatherOrder::all_pairs;
@@ -51,7 +51,7 @@ TORCH_OVERLAP_API void run_low_latency_gather(std::string_view op, OverlapChanne
 struct ScatterGemm {
   // GEMMs of all rows: out is `partial`. The first one writes it, the others accumulate.
   std::vector<GemmArgs> gemms;
-  RowShare rows;
+  RowPartition rows;
   at::Tensor partial;  // [rows, columns], contiguous: destination of this rank's GEMMs
   // [size * rows.largest(), columns], contiguous, in the channel's data if ranks map it: the rows
   // of rank r arrive at row r * rows.largest().
@@ -80,9 +80,9 @@ TORCH_OVERLAP_API void run_fused_scatter(std::string_view op, OverlapChannel& ch
 // its peers.
 struct ReduceGemm {
   GemmArgs gemm;  // GEMM of all rows; out is ignored
-  RowShare rows;
-  bool everywhere = false;  // all ranks get all rows; otherwise their own
-  at::Tensor out;           // [rows, columns] or [length, columns], contiguous
+  RowPartition rows;
+  bool is_all_reduce = false;  // all ranks get all rows; otherwise their own
+  at::Tensor out;              // [rows, columns] or [length, columns], contiguous
   double factor = 1;
   at::Tensor bias;  // [columns] of this rank, contiguous, added once; or undefined
 };
@@ -93,8 +93,8 @@ TORCH_OVERLAP_API void run_low_latency_sum(std::string_view op, OverlapChannel& 
 
 // The same with all rows on all ranks, by one kernel of the device
 // (OverlapDevice::required_fused_allreduce_bytes()), on a channel that is used for nothing else.
-TORCH_OVERLAP_API void run_fused_reduce(std::string_view op, OverlapChannel& channel,
-                                        const ReduceGemm& problem);
+TORCH_OVERLAP_API void run_fused_all_reduce(std::string_view op, OverlapChannel& channel,
+                                            const ReduceGemm& problem);
 
 // An all-gather that runs concurrently with what the caller does next: the constructor starts it,
 // and finish() waits for it. Uses flags 0 .. size - 1.
@@ -102,7 +102,7 @@ class TORCH_OVERLAP_API BackgroundGather {
  public:
   // Gathers `own` [length, k] to `gathered` [rows, k], which begins at the start of the channel's
   // data. `with_own`: copies this rank's rows too. `single_stream`: see OverlapStreams::fork().
-  BackgroundGather(std::string_view op, OverlapChannel& channel, const RowShare& rows,
+  BackgroundGather(std::string_view op, OverlapChannel& channel, const RowPartition& rows,
                    const at::Tensor& own, const at::Tensor& gathered, bool with_own,
                    bool single_stream);
   // After it, `gathered` is valid on the caller's stream.
@@ -114,9 +114,9 @@ class TORCH_OVERLAP_API BackgroundGather {
 };
 
 // A GEMM in pieces of its columns, each of which is summed over ranks while the next is computed.
-struct PipelinedGemm {
+struct SplitGemm {
   GemmArgs gemm;  // GEMM of all rows and columns; out is ignored
-  RowShare rows;
+  RowPartition rows;
   int64_t columns = 0;
   // Type of the partial products, which are stored piece by piece from the start of the channel's
   // data.
@@ -131,14 +131,14 @@ struct PipelinedGemm {
 };
 // Uses flags 0 .. (splits + 1) * size - 1. Returns the number of pieces, which is less than
 // `splits` if there are too few columns, or too few tiles of weight scales.
-TORCH_OVERLAP_API int run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
-                                         const PipelinedGemm& problem);
+TORCH_OVERLAP_API int run_split_gemm(std::string_view op, OverlapChannel& channel,
+                                     const SplitGemm& problem);
 
 // A collective of the [rows, columns] at the start of the channel's data, concurrent with GEMMs
 // that do not depend on it.
 struct BulkGemm {
   std::vector<GemmArgs> gemms;  // may be empty
-  RowShare rows;
+  RowPartition rows;
   int64_t columns = 0;
   at::ScalarType dtype = at::kFloat;
   bool gathers = true;   // all-gather of the rows; otherwise their reduce-scatter

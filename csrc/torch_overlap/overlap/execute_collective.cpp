@@ -10,7 +10,7 @@ namespace {
 
 // One reduce-scatter of the contiguous [rows, columns] at offset `at` of every rank's data.
 struct ScatterPart {
-  RowShare rows;
+  RowPartition rows;
   int64_t columns;
   at::ScalarType dtype;
   int64_t at;
@@ -58,8 +58,8 @@ void enqueue_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& se
 }
 
 // Returns the memory for what enqueue_reduce_scatter() receives; undefined if it receives nothing.
-at::Tensor make_recv_scratch(const OverlapChannel& channel, const RowShare& rows, int64_t columns,
-                             at::ScalarType dtype) {
+at::Tensor make_recv_scratch(const OverlapChannel& channel, const RowPartition& rows,
+                             int64_t columns, at::ScalarType dtype) {
   if (channel.transport().is_peer_mapped()) return {};
   const auto& group = channel.group();
   return at::empty({group.size(), rows.length(group.rank()), columns},
@@ -81,7 +81,7 @@ int64_t piece_multiple(int64_t columns, int64_t element, const GemmOperand& weig
 }  // namespace
 
 void enqueue_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
-                        const RowShare& rows, const GatheredRows& part, int first_flag) {
+                        const RowPartition& rows, const GatheredRows& part, int first_flag) {
   const auto schedule =
       gather_schedule(channel.group().rank(), channel.group().size(), GatherOrder::all_pairs);
   for (const Exchange& exchange : schedule.exchanges) {
@@ -90,12 +90,12 @@ void enqueue_all_gather(OverlapChannel& channel, OverlapChannel::Session& sessio
 }
 
 BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
-                                   const RowShare& rows, const at::Tensor& own,
+                                   const RowPartition& rows, const at::Tensor& own,
                                    const at::Tensor& gathered, bool with_own, bool single_stream)
     : flags_(flags_of_others(channel.group(), 0)) {
   operation_.emplace(
       op, channel,
-      OperationOptions{.begin = EntryPayload{.rows = rows.rows}, .single_stream = single_stream});
+      OperationOptions{.entry = EntryPayload{.rows = rows.rows}, .single_stream = single_stream});
   operation_->enqueue([&](OverlapChannel::Session& session) {
     const int comm = session.streams.comm();
     enqueue_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);
@@ -115,7 +115,7 @@ void BackgroundGather::finish() {
   operation_->finish();
 }
 
-int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const PipelinedGemm& problem) {
+int run_split_gemm(std::string_view op, OverlapChannel& channel, const SplitGemm& problem) {
   const int size = channel.group().size();
   const auto element = static_cast<int64_t>(c10::elementSize(problem.dtype));
   const auto found = pieces(problem.columns, problem.splits,
@@ -178,7 +178,7 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
     enqueue_barrier(channel, session, comm, count * size);
   };
   channel.operate(op, body,
-                  {.begin = EntryPayload{.rows = problem.rows.rows,
+                  {.entry = EntryPayload{.rows = problem.rows.rows,
                                          .signature = OpSignature::columns(std::max(1, count))},
                    .begin_on_comm_stream = channel.is_captured()});
   largest.finish();
@@ -188,7 +188,7 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
 void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm& problem) {
   const int rank = channel.group().rank();
   const int size = channel.group().size();
-  const RowShare& rows = problem.rows;
+  const RowPartition& rows = problem.rows;
   const auto data = channel.data(0, {rows.rows, problem.columns}, problem.dtype);
   const auto received = problem.gathers
                             ? at::Tensor()
@@ -228,7 +228,7 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
           session.gemm(static_cast<int>(i) % streams.num_compute_streams(), products[i]);
         }
       },
-      {.begin = EntryPayload{.rows = rows.rows,
+      {.entry = EntryPayload{.rows = rows.rows,
                              .signature =
                                  problem.gathers ? OpSignature::chunks() : OpSignature::columns(1)},
        .lender = problem.lender});

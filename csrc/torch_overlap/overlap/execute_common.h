@@ -21,7 +21,7 @@ inline int64_t row_bytes(const at::Tensor& tensor) {
   return tensor.size(1) * static_cast<int64_t>(tensor.element_size());
 }
 
-inline at::Tensor rows_of_rank(const at::Tensor& tensor, const RowShare& rows, int rank) {
+inline at::Tensor rows_of_rank(const at::Tensor& tensor, const RowPartition& rows, int rank) {
   return row_view(tensor, rows.begin(rank), rows.length(rank));
 }
 
@@ -83,7 +83,8 @@ class PartialBiasGrad {
 
 // Returns the source and destination of one exchange of a gathered matrix.
 inline Transport::Move chunk_move(const OverlapChannel& channel, const GatheredRows& part,
-                                  const RowShare& rows, const Exchange& exchange, int first_flag) {
+                                  const RowPartition& rows, const Exchange& exchange,
+                                  int first_flag) {
   const int rank = channel.group().rank();
   return {.to = exchange.to,
           .give = exchange.give == rank ? part.own : rows_of_rank(part.all, rows, exchange.give),
@@ -107,6 +108,6 @@ inline void enqueue_barrier(OverlapChannel& channel, OverlapChannel::Session& se
 // Enqueues the all-gather of `part`: every rank sends its rows to all others. Flag first_flag + r
 // signals the chunk of rank r.
 void enqueue_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int stream,
-                        const RowShare& rows, const GatheredRows& part, int first_flag);
+                        const RowPartition& rows, const GatheredRows& part, int first_flag);
 
 }  // namespace torch_overlap

@@ -11,7 +11,7 @@ namespace {
 // Copies what was gathered, after all of it has arrived; this rank's rows are copied from their
 // source.
 void enqueue_copy(OverlapStreams& streams, int stream, const GatheredRows& data,
-                  const RowShare& rows, int rank) {
+                  const RowPartition& rows, int rank) {
   if (!data.copy.defined()) return;
   const int64_t begin = rows.begin(rank);
   const int64_t end = begin + rows.length(rank);
@@ -67,11 +67,11 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
       enqueue_copy(session.streams, 0, part, problem.rows, rank);
     }
   };
-  std::optional<EntryPayload> begin;
-  if (fused.senders == 0) begin = EntryPayload{.rows = problem.rows.rows};
+  std::optional<EntryPayload> entry;
+  if (fused.senders == 0) entry = EntryPayload{.rows = problem.rows.rows};
   channel.operate(
       op, body,
-      {.begin = begin, .single_stream = problem.single_stream, .fills_device = fused.senders > 0});
+      {.entry = entry, .single_stream = problem.single_stream, .fills_device = fused.senders > 0});
 }
 
 namespace {
@@ -163,24 +163,24 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
     RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream
     channel.device().run_fused(session.transport, fused);
   };
-  std::optional<EntryPayload> begin;
+  std::optional<EntryPayload> entry;
   if (fused.pieces > 0)
-    begin = EntryPayload{.rows = problem.rows.rows, .signature = OpSignature::pieces(fused.pieces)};
+    entry = EntryPayload{.rows = problem.rows.rows, .signature = OpSignature::pieces(fused.pieces)};
   // Ranks that share a device may be threads of this process, which would wait for each other's
   // lock.
   channel.operate(
       op, body,
-      {.begin = begin, .begin_on_comm_stream = true, .fills_device = !channel.shares_devices()});
+      {.entry = entry, .begin_on_comm_stream = true, .fills_device = !channel.shares_devices()});
   if (problem.meanwhile) problem.meanwhile();
 }
 
-void run_fused_reduce(std::string_view op, OverlapChannel& channel, const ReduceGemm& problem) {
-  FusedReduce fused{.gemm = problem.gemm,
-                    .rows = problem.rows,
-                    .bytes = channel.bytes(),
-                    .out = problem.out,
-                    .factor = problem.factor,
-                    .bias = problem.bias};
+void run_fused_all_reduce(std::string_view op, OverlapChannel& channel, const ReduceGemm& problem) {
+  FusedAllReduce fused{.gemm = problem.gemm,
+                       .rows = problem.rows,
+                       .bytes = channel.bytes(),
+                       .out = problem.out,
+                       .factor = problem.factor,
+                       .bias = problem.bias};
   fused.gemm.out = problem.out;
   check_gemm(op, fused.gemm);
   channel.operate(op,
@@ -188,7 +188,7 @@ void run_fused_reduce(std::string_view op, OverlapChannel& channel, const Reduce
                     session.streams.run(
                         0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
                   },
-                  {.begin = {}, .single_stream = true});
+                  {.entry = {}, .single_stream = true});
 }
 
 }  // namespace torch_overlap

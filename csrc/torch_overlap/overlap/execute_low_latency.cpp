@@ -34,7 +34,7 @@ void enqueue_low_latency_sum(OverlapChannel& channel, OverlapChannel::Session& s
   const int rank = channel.group().rank();
   const int size = sum.rows.size;
   const bool one_shot = sum.is_one_shot();
-  const bool whole = sum.everywhere && one_shot;
+  const bool whole = sum.is_all_reduce && one_shot;
   const int64_t begin = whole ? 0 : sum.rows.begin(rank);
   const int64_t length = whole ? sum.rows.rows : sum.rows.length(rank);
   const auto dtype = sum.out.scalar_type();
@@ -63,7 +63,7 @@ void run_low_latency_sum(std::string_view op, OverlapChannel& channel, const Red
   const LowLatencySum sum{.rows = problem.rows,
                           .at = 0,
                           .sums_offset = low_latency_sums_offset(channel.bytes(), size),
-                          .everywhere = problem.everywhere,
+                          .is_all_reduce = problem.is_all_reduce,
                           .out = problem.out,
                           .factor = problem.factor,
                           .bias = problem.bias};
@@ -86,7 +86,7 @@ void run_low_latency_sum(std::string_view op, OverlapChannel& channel, const Red
           enqueue_low_latency_sum(channel, session, sum);
         }
       },
-      {.begin = has_kernel ? std::nullopt : std::optional(sum.begin()), .single_stream = true});
+      {.entry = has_kernel ? std::nullopt : std::optional(sum.entry()), .single_stream = true});
 }
 
 void run_low_latency_gather(std::string_view op, OverlapChannel& channel,
@@ -114,7 +114,7 @@ void run_low_latency_gather(std::string_view op, OverlapChannel& channel,
         for (CheckedGemm& product : products) session.gemm(0, product);
         if (data.copy.defined()) streams.run(0, "copy", [&] { data.copy.copy_(data.all); });
       },
-      {.begin = has_kernel ? std::nullopt : std::optional(EntryPayload{.rows = problem.rows.rows}),
+      {.entry = has_kernel ? std::nullopt : std::optional(EntryPayload{.rows = problem.rows.rows}),
        .single_stream = true});
 }
 

@@ -4,7 +4,7 @@
 namespace torch_overlap {
 namespace {
 
-IndexRange rows_of_step(const RowShare& rows, const ChunkStep& step) {
+IndexRange rows_of_step(const RowPartition& rows, const ChunkStep& step) {
   const int64_t begin = rows.begin(step.first);
   return {begin, rows.begin(step.first + step.count) - begin};
 }
@@ -14,7 +14,7 @@ IndexRange rows_of_step(const RowShare& rows, const ChunkStep& step) {
 void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
   const int rank = channel.group().rank();
   const int size = channel.group().size();
-  const RowShare& rows = problem.rows;
+  const RowPartition& rows = problem.rows;
   const auto schedule = gather_schedule(rank, size, problem.order);
   // Part p has flags p * size + chunk.
   std::vector<GatheredRows> parts{problem.data};
@@ -100,7 +100,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
     }
   };
   channel.operate(
-      op, body, {.begin = EntryPayload{.rows = rows.rows}, .single_stream = problem.single_stream});
+      op, body, {.entry = EntryPayload{.rows = rows.rows}, .single_stream = problem.single_stream});
   for (const auto& one : largest) one.finish();
   for (const auto& one : bias_grads) one.finish();
 }
@@ -108,7 +108,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
 void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
   const int rank = channel.group().rank();
   const int size = channel.group().size();
-  const RowShare& rows = problem.rows;
+  const RowPartition& rows = problem.rows;
   const int64_t length = rows.length(rank);
   const auto schedule = scatter_schedule(rank, size);
   const auto slot = [&](int peer) {
@@ -177,7 +177,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
     if (length > 0) session.sum(stream, sum);
   };
   channel.operate(op, body,
-                  {.begin = EntryPayload{.rows = rows.rows},
+                  {.entry = EntryPayload{.rows = rows.rows},
                    .single_stream = problem.single_stream,
                    .begin_on_comm_stream = channel.is_captured()});
   largest.finish();

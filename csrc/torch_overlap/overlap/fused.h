@@ -28,7 +28,7 @@ struct FusedTypes {
 struct FusedShape {
   c10::Device device;
   FusedTypes types;
-  RowShare rows;
+  RowPartition rows;
   int64_t n = 0;  // columns of this rank's GEMM
   int64_t k = 0;
 };
@@ -37,7 +37,7 @@ struct FusedShape {
 // the arrival of rank r's chunk, unless the kernel sends the chunks itself.
 struct FusedGather {
   GemmArgs gemm;  // lhs.data is ignored
-  RowShare rows;
+  RowPartition rows;
   at::Tensor own;       // this rank's rows
   at::Tensor gathered;  // destination of all rows; this rank's own are not written
   // own and gathered for the scales, contiguous, if each row has its own; otherwise undefined.
@@ -52,7 +52,7 @@ struct FusedGather {
 // out = this rank's rows of the sum of lhs * rhs over ranks, * factor + bias.
 struct FusedScatter {
   GemmArgs gemm;  // GEMM of all rows, or of those that the kernel computes; out is ignored
-  RowShare rows;
+  RowPartition rows;
   int64_t at = 0;  // offset in bytes in the channel's data, of size x rows.largest() rows
   at::Tensor out;
   double factor = 1;
@@ -71,9 +71,9 @@ struct FusedScatter {
 };
 
 // out = the sum of lhs * rhs over ranks, * factor + bias, on every rank: one kernel, for few rows.
-struct FusedReduce {
+struct FusedAllReduce {
   GemmArgs gemm;  // GEMM of all rows; out is ignored
-  RowShare rows;
+  RowPartition rows;
   int64_t bytes = 0;  // size in bytes of the channel's data, all of which is used
   at::Tensor out;     // [rows, columns], contiguous
   double factor = 1;

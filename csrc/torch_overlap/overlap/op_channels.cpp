@@ -16,18 +16,18 @@ constexpr std::string_view attachment_name(OperatorChannel which) {
       return "operators' gather channel";
     case OperatorChannel::scatter:
       return "operators' scatter channel";
-    case OperatorChannel::sum:
-      return "operators' sum channel";
-    case OperatorChannel::reduce:
+    case OperatorChannel::low_latency:
+      return "operators' low-latency channel";
+    case OperatorChannel::fused_all_reduce:
       break;
   }
-  return "operators' reduce channel";
+  return "operators' fused all-reduce channel";
 }
 
 constexpr StreamOptions kStreams{.num_compute_streams = 2};
 
 constexpr int num_flags_per_rank(OperatorChannel which) {
-  return which == OperatorChannel::sum ? 2 * kMaxLowLatencyBlocks : kOperatorFlagsPerRank;
+  return which == OperatorChannel::low_latency ? 2 * kMaxLowLatencyBlocks : kOperatorFlagsPerRank;
 }
 
 }  // namespace
@@ -55,7 +55,7 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
        .digest = concat(rounded_bytes, " bytes, ", device.sm_count(comm->device()), " SMs"),
        .bytes = rounded_bytes,
        .flags = num_flags_per_rank(which) * size,
-       .tiles = which == OperatorChannel::sum ? 0 : device.tiles(),
+       .tiles = which == OperatorChannel::low_latency ? 0 : device.tiles(),
        .streams = kStreams,
        .use_ce = true,
        .fault = {}});

@@ -10,12 +10,13 @@ namespace torch_overlap {
 
 // The channels of the operators, which have no buffer of their own. `gather` and `scatter` are
 // separate because a gradient has both in flight together; only one operator at a time is issued.
-// `sum` is for what is summed in place (run_low_latency_sum): its operations end before the other
-// ranks have read all of it, so it is shared with no other kind of operation. `reduce` is for what
-// fused GEMM and all-reduce kernels send each other (run_fused_reduce), for the same reason.
-enum class OperatorChannel { gather, scatter, sum, reduce };
+// `low_latency` is for what is summed in place (run_low_latency_sum): its operations end before the
+// other ranks have read all of it, so it is shared with no other kind of operation.
+// `fused_all_reduce` is for what fused GEMM and all-reduce kernels send each other
+// (run_fused_all_reduce), for the same reason.
+enum class OperatorChannel { gather, scatter, low_latency, fused_all_reduce };
 
-// Number of flags per rank of such a channel (`sum` has more).
+// Number of flags per rank of such a channel (`low_latency` has more).
 inline constexpr int kOperatorFlagsPerRank = 4;
 
 // Returns the channel of a communicator with at least `bytes` of data. The first call that needs it

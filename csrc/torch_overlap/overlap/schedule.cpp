@@ -55,9 +55,9 @@ GatherSchedule pairs_of_chunks(int rank, int size) {
 
 }  // namespace
 
-int64_t RowShare::begin(int rank) const { return std::min(rank * largest(), rows); }
+int64_t RowPartition::begin(int rank) const { return std::min(rank * largest(), rows); }
 
-int64_t RowShare::length(int rank) const { return begin(rank + 1) - begin(rank); }
+int64_t RowPartition::length(int rank) const { return begin(rank + 1) - begin(rank); }
 
 GatherSchedule gather_schedule(int rank, int size, GatherOrder order) {
   switch (order) {

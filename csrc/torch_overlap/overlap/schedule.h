@@ -14,7 +14,7 @@ namespace torch_overlap {
 // Distribution of the rows of a tensor over `size` ranks: equal parts, rounded up, in rank order.
 // The last rank that has rows may have fewer, and ranks after it have none (the rule of torch's
 // DTensor).
-struct RowShare {
+struct RowPartition {
   int64_t rows = 0;  // a multiple of unit
   int size = 1;
   int64_t unit = 1;  // every share is a multiple of it
@@ -96,7 +96,7 @@ TORCH_OVERLAP_API bool uses_one_shot(int64_t bytes, int size);
 // sums_offset depends only on the total size, so the operand of one operation never overlaps the
 // sums of another.
 inline constexpr int64_t kSumAlignment = 128;
-inline int64_t low_latency_sum_bytes(const RowShare& rows, int64_t row_bytes) {
+inline int64_t low_latency_sum_bytes(const RowPartition& rows, int64_t row_bytes) {
   const int64_t part = rows.largest() * row_bytes;
   return (rows.size + 1) * round_up(part, kSumAlignment);
 }

@@ -37,9 +37,9 @@ class TORCH_OVERLAP_API Transport {
   virtual void check() const {}
   // Enters an operation. Enqueued on the caller's stream, before fork(). When it is done, all ranks
   // have entered the operation, and so have finished with the results of the previous one: from
-  // here on they write to each other's data. `operation` must be equal on all ranks; otherwise the
+  // here on they write to each other's data. `entry` must be equal on all ranks; otherwise the
   // operation fails on all of them, if memory is shared.
-  virtual void begin(const EntryPayload& operation) = 0;
+  virtual void begin(const EntryPayload& entry) = 0;
   // True if begin() may run on a stream instead, before everything that involves other ranks.
   virtual bool can_begin_on_comm_stream() const { return false; }
   // Ends an operation, on the caller's stream, after join(). Also called for one that failed half

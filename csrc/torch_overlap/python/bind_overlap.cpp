@@ -423,7 +423,7 @@ void register_overlap(py::module_& m) {
     call();
     TORCH_OVERLAP_CHECK(scope.choice.has_value(), kValue,
                         "explain: expected an operator that chooses an algorithm, got one that "
-                        "does not. Call one of ops.fused.");
+                        "does not. Call an overlapped product, as all_gather_matmul.");
     const ops::Choice& choice = *scope.choice;
     return std::tuple(std::string(ops::to_string(choice.algorithm)), choice.why,
                       std::string(choice.decided_by));

@@ -61,7 +61,7 @@ class FusedCpuDevice final : public OverlapDevice {
 
   void run_fused(Transport& transport, const FusedScatter& problem) override {
     ++num_scatters;
-    const RowShare& rows = problem.rows;
+    const RowPartition& rows = problem.rows;
     transport.begin({.rows = rows.rows, .signature = OpSignature::kernel()});
     const int64_t columns = problem.out.size(1);
     const auto dtype = problem.out.scalar_type();

@@ -187,10 +187,10 @@ TEST(OverlapScatterSchedule, EveryOtherRankGetsItsPartAndGivesItsOwn) {
   }
 }
 
-TEST(RowShare, CoversAllRowsInOrderAndRoundsUp) {
+TEST(RowPartition, CoversAllRowsInOrderAndRoundsUp) {
   for (const int64_t rows : {0, 1, 2, 3, 5, 7, 8, 13, 1000}) {
     for (const int size : kSizes) {
-      const RowShare share{rows, size};
+      const RowPartition share{rows, size};
       int64_t next = 0;
       for (int rank = 0; rank < size; ++rank) {
         EXPECT_EQ(share.begin(rank), next);
@@ -205,12 +205,12 @@ TEST(RowShare, CoversAllRowsInOrderAndRoundsUp) {
       EXPECT_LT(share.largest() * size - rows, size);
     }
   }
-  const RowShare eights{40, 4, 8};  // 16, 16, 8, 0
+  const RowPartition eights{40, 4, 8};  // 16, 16, 8, 0
   EXPECT_EQ(eights.largest(), 16);
   EXPECT_EQ(eights.begin(2), 32);
   EXPECT_EQ(eights.length(2), 8);
   EXPECT_EQ(eights.length(3), 0);
-  const RowShare fewer{5, 4};  // 2, 2, 1, 0
+  const RowPartition fewer{5, 4};  // 2, 2, 1, 0
   EXPECT_EQ(fewer.length(2), 1);
   EXPECT_EQ(fewer.length(3), 0);
 }
@@ -272,7 +272,7 @@ TEST(LowLatencySums, HaveRoomThatNoProductIsPutIn) {
   for (const int size : kSizes) {
     for (const int64_t rows : {0, 1, 3, 16, 100, 8192}) {
       for (const int64_t row_bytes : {2, 14, 16, 4096, 57344}) {
-        const RowShare share{rows, size};
+        const RowPartition share{rows, size};
         const int64_t least = low_latency_sum_bytes(share, row_bytes);
         for (const int64_t room : {least, least + 1, least + (2 << 20), 3 * least}) {
           const int64_t sums_at = low_latency_sums_offset(room, size);

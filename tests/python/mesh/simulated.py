@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_overlap.mesh import CostModel, Layout, Mesh, OpRule, collect, distribute, propagate, simulate
-from torch_overlap.mesh.call import Call, Operand
+from torch_overlap.mesh.aten_call import AtenCall, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.local import local_call
 from torch_overlap.mesh.program import Program
@@ -71,7 +71,7 @@ def moved(value: Value, plan: Any, layout: Layout) -> Value:
     return Value([torch.from_numpy(np.array(a)).to(value.operand.dtype) for a in arrays], layout, value.operand)
 
 
-def run_call(call: Call, inputs: Sequence[Value], mesh: Mesh, *, kinds: list[str] | None = None) -> list[Value]:
+def run_call(call: AtenCall, inputs: Sequence[Value], mesh: Mesh, *, kinds: list[str] | None = None) -> list[Value]:
     """Returns the values of all ranks after one operator; the kinds of the steps that send are added to `kinds`."""
     if not call.inputs:
         layouts = [Layout.replicated(mesh, len(x.shape)) for x in call.outputs]
@@ -92,7 +92,7 @@ def run_call(call: Call, inputs: Sequence[Value], mesh: Mesh, *, kinds: list[str
     return _values(call, locals_, found.chosen.outputs)
 
 
-def _values(call: Call, locals_: list[Any], layouts: Sequence[Layout]) -> list[Value]:
+def _values(call: AtenCall, locals_: list[Any], layouts: Sequence[Layout]) -> list[Value]:
     lists = [list(x) if call.is_sequence else [x] for x in locals_]
     out = []
     for i, (operand, layout) in enumerate(zip(call.outputs, layouts, strict=True)):

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torch_overlap import UnsupportedError
 from torch_overlap.mesh import CostModel, Layout, Mesh, propagate
-from torch_overlap.mesh.call import Call, Operand
+from torch_overlap.mesh.aten_call import AtenCall, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.local import local_call
 from torch_overlap.mesh.program import Program, Ref
@@ -30,7 +30,7 @@ def names(program: Program) -> list[str]:
 
 @pytest.mark.smoke
 def test_a_call_knows_its_tensors() -> None:
-    call = Call(torch.ops.aten.cat.default, [[X, Y], 1], {}, [Operand((4, 12), torch.float32)])
+    call = AtenCall(torch.ops.aten.cat.default, [[X, Y], 1], {}, [Operand((4, 12), torch.float32)])
     assert call.name == "cat"
     assert call.inputs == [X, Y]
     assert call.argument(1, "dim", 0) == 1
@@ -181,7 +181,7 @@ def test_random_numbers_are_refused(function: Callable[..., Any], args: tuple[An
 def test_dropout_that_is_off_is_not() -> None:
     assert names(capture(F.dropout, (X, 0.1, False))) == ["dropout"]
     assert names(capture(F.dropout, (X, 0.0))) == ["dropout"]
-    call = Call(torch.ops.aten.dropout.default, [X, 0.1, True], {}, [X])
+    call = AtenCall(torch.ops.aten.dropout.default, [X, 0.1, True], {}, [X])
     with pytest.raises(UnsupportedError, match="dropout"):
         local_call(call, None, *[[Layout.replicated(Mesh({"x": 2}), 2)]] * 2, 0)
 

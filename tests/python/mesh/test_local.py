@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_overlap.mesh import Layout, Mesh, OpRule, propagate
-from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.aten_call import AtenCall
 from torch_overlap.mesh.local import local_call
 from torch_overlap.mesh.rules import rule_of
 
@@ -249,7 +249,7 @@ def test_parts_make_the_whole(name: str, seed: int) -> None:
             check(name, Mesh.parse(text), rng)
 
 
-def steps_of(name: str, rng: random.Random) -> list[tuple[Call, list[Tensor]]]:
+def steps_of(name: str, rng: random.Random) -> list[tuple[AtenCall, list[Tensor]]]:
     """Returns the operators of a case, with their inputs."""
     function, makes = CASES[name]
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
@@ -267,7 +267,7 @@ def steps_of(name: str, rng: random.Random) -> list[tuple[Call, list[Tensor]]]:
     return out
 
 
-def check_gradients(call: Call, tensors: list[Tensor], mesh: Mesh, rng: random.Random) -> None:
+def check_gradients(call: AtenCall, tensors: list[Tensor], mesh: Mesh, rng: random.Random) -> None:
     """Compares the gradients of the parts, of the sum of all outputs with random weights."""
     shapes = [x.shape for x in call.inputs]
     rule = rule_of(call) or OpRule.opaque(call.name, shapes, [x.shape for x in call.outputs])

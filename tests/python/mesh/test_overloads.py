@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_overlap import UnsupportedError
 from torch_overlap.mesh import Mesh
-from torch_overlap.mesh.call import Call, Operand
+from torch_overlap.mesh.aten_call import AtenCall, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.rules import known_operators, rule_of
 
@@ -111,7 +111,7 @@ def test_products_of_another_dtype_have_no_rule(overload: Any) -> None:
     a, b = Operand((*batch, 4, 6), torch.bfloat16), Operand((*batch, 6, 8), torch.bfloat16)
     bias = [Operand((*batch, 4, 8), torch.bfloat16)] if "addmm" in str(overload) or "baddbmm" in str(overload) else []
     out = Operand((*batch, 4, 8), torch.float32)
-    call = Call(overload, [*bias, a, b, torch.float32], {}, [out])
+    call = AtenCall(overload, [*bias, a, b, torch.float32], {}, [out])
     assert call.name == str(overload).removeprefix("aten.")
     assert rule_of(call) is None
 

@@ -339,24 +339,27 @@ def test_modules_that_would_be_wrong_are_refused() -> None:
     run_ranks(refused_modules, 2, comm=False)
 
 
-def vocabulary(rank: int, size: int, store: Any, seed: int) -> None:
+def vocabulary(rank: int, size: int, store: Any, seed: int, padding: int) -> None:
     mesh = start(rank, size, store)
     torch.manual_seed(seed)
-    reference = nn.Sequential(nn.Embedding(8, 4, padding_idx=5), nn.BatchNorm1d(4, affine=False)).double()
+    reference = nn.Sequential(nn.Embedding(8, 4, padding_idx=padding), nn.BatchNorm1d(4, affine=False)).double()
     reference[1].running_mean += rank  # type: ignore[operator]  # buffers are rank 0's
     model = parallelize(copy.deepcopy(reference), mesh, {"0": VocabularyParallel()})
     assert torch.equal(model[1].running_mean, torch.zeros(4, dtype=torch.float64))
     tokens = torch.randint(8, (3, 7), generator=torch.Generator().manual_seed(seed))
-    for module in (model[0], reference[0]):
+    copied = copy.deepcopy(model)
+    for module in (model[0], copied[0], reference[0]):
         module(tokens).square().sum().backward()
+        assert module.padding_idx == padding
     close(model[0].weight.grad, reference[0].weight.grad)
-    assert model[0].padding_idx == 5
+    close(copied[0].weight.grad, reference[0].weight.grad)
     with pytest.raises(IndexError):
         model[0](tokens + 8)
 
 
-def test_an_embedding_that_is_split_by_vocabulary(seed: int) -> None:
-    run_ranks(vocabulary, 2, seed, comm=False)
+@pytest.mark.parametrize("padding", [0, 5])
+def test_an_embedding_that_is_split_by_vocabulary(seed: int, padding: int) -> None:
+    run_ranks(vocabulary, 2, seed, padding, comm=False)
 
 
 def forgotten_norm(rank: int, size: int, store: Any, seed: int) -> None:

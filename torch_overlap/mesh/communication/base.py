@@ -55,7 +55,7 @@ def run_move(op: str, move: Callable[..., Move], x: Sharded, *args: Any, **kwarg
     a gradient that is whole on every rank.
     """
     before, taken, target = as_dynamo_constant(_ends, move, sharded_spec(op, x), args, kwargs)
-    return (x if taken is None else Sharded(x._to(before).local, taken))._to(target)
+    return (x if taken is None else Sharded(x._move_to(before).local, taken))._move_to(target)
 
 
 def _ends(

@@ -59,5 +59,5 @@ def broadcast(x: Sharded, root: int = 0, axes: Axes = None) -> Sharded:
     if how is None:
         return x
     comm, replicated, target = how
-    local = torch.ops.torch_overlap.broadcast(x._to(replicated).local, root, comm)
-    return Sharded(local, replicated)._to(target)
+    local = torch.ops.torch_overlap.broadcast(x._move_to(replicated).local, root, comm)
+    return Sharded(local, replicated)._move_to(target)

@@ -84,7 +84,7 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
         source, target = as_dynamo_constant(
             _ends_of_whole, x.shape, x.dtype, mesh, spec, replicated_axes, partial_sum_axes
         )
-        return Sharded(Sharded(x, source)._to(target).local.clone(), target)
+        return Sharded(Sharded(x, source)._move_to(target).local.clone(), target)
     out = part_of(x, mesh, spec, replicated_axes, partial_sum_axes)
     local = out.local
     if not is_batchedtensor(local) and local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():

@@ -11,6 +11,8 @@ from torch_overlap import ops
 from torch_overlap.nn.layout import ParameterLayout, comm_of, compute_locally, replace_parameter, set_layout
 from torch_overlap.nn.styles.base import Style
 
+_FOREIGN = "_foreign_tokens"  # of a module: during its forward, True for tokens of other ranks
+
 
 class VocabularyParallel(Style):
     """Splits the rows of an nn.Embedding, or of a subclass that scales its result, over the ranks.
@@ -59,22 +61,22 @@ class VocabularyParallel(Style):
         first = rank * rows
         padding = embedding.padding_idx  # its row gets no gradient, on the rank that has it
         own_padding = None if padding is None or not 0 <= padding - first < rows else padding - first
-        foreign: list[Tensor] = []  # of the call that runs
 
-        def to_own(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The hooks use the module that they are passed: copy.deepcopy shares them with its copy.
+        def to_own(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tokens = args[0] if args else kwargs["input"]
             own = tokens - first
             # A token outside of the vocabulary stays so, and the lookup raises.
             outside = ((own < 0) | (own >= rows)) & (tokens >= 0) & (tokens < rows * size)
-            foreign[:] = [outside]
-            embedding.padding_idx = own_padding  # during forward
+            vars(module)[_FOREIGN] = outside
+            module.padding_idx = own_padding  # type: ignore[assignment]  # during forward
             return (own.masked_fill(outside, 0), *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}
 
-        def restore(*_: object) -> None:
-            embedding.padding_idx = padding
+        def restore(module: nn.Module, *_: object) -> None:
+            module.padding_idx = padding  # type: ignore[assignment]
 
-        def add(_: nn.Module, args: Any, y: Tensor) -> Tensor:
-            return ops.all_reduce(y.masked_fill(foreign.pop().unsqueeze(-1), 0), comm, grad="I")
+        def add(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+            return ops.all_reduce(y.masked_fill(vars(module).pop(_FOREIGN).unsqueeze(-1), 0), comm, grad="I")
 
         embedding.register_forward_pre_hook(to_own, with_kwargs=True)
         embedding.register_forward_hook(restore, always_call=True)

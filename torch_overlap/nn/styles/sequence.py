@@ -48,7 +48,7 @@ class ShardInput(Style):
         comm = comm_of(device_mesh)
         sequence = self._sequence(comm)
 
-        def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = first_tensor("ShardInput", args, kwargs, self.argument)
             x = sequence.start(x, self.sequence_dim, module)
             return with_first(args, kwargs, self.argument, local_shard(x, self.sequence_dim, comm))

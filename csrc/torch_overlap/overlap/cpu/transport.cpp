@@ -45,31 +45,30 @@ std::function<bool()> CpuTransport::make_epoch_poll(Load load, uint32_t epoch, i
   };
 }
 
-void CpuTransport::begin(const EntryPayload& operation) {
-  const uint32_t payload = operation.word();
+void CpuTransport::begin(const EntryPayload& entry) {
+  const uint32_t payload = entry.word();
   ++epoch_;
   flag_senders_.clear();
-  const auto entry = [this](int on, int of, uint32_t epoch) {
+  const auto flag_of = [this](int on, int of, uint32_t epoch) {
     const auto at = static_cast<int64_t>(sizeof(EntryFlag)) * entry_slot(epoch);
     return word<EntryFlag>(on, options_.layout.entry_flags_offset(of) + at);
   };
   const int here = memory_->rank();
   for (int rank = 0; rank < memory_->size(); ++rank) {
-    entry(rank, here, epoch_).store(make_entry_flag(epoch_, payload), std::memory_order_release);
+    flag_of(rank, here, epoch_).store(make_entry_flag(epoch_, payload), std::memory_order_release);
   }
   for (int rank = 0; rank < memory_->size(); ++rank) {
     if (rank == here) continue;
-    const auto last = [entry, here, rank, epoch = epoch_] {
-      const uint32_t now = epoch_of(entry(here, rank, epoch).load(std::memory_order_acquire));
-      return later_epoch(now, epoch_of(entry(here, rank, epoch - 1).load()));
+    const auto last = [flag_of, here, rank, epoch = epoch_] {
+      const uint32_t now = epoch_of(flag_of(here, rank, epoch).load(std::memory_order_acquire));
+      return later_epoch(now, epoch_of(flag_of(here, rank, epoch - 1).load()));
     };
     const auto has_begun = make_epoch_poll(last, epoch_, rank, "begin");
     while (!has_begun()) std::this_thread::yield();
-    const uint32_t seen = payload_of(entry(here, rank, epoch_).load());
-    TORCH_OVERLAP_CHECK(
-        seen == payload, kValue,
-        describe_entry_mismatch(memory_->name(), operation, concat("on rank ", here),
-                                EntryPayload::of(seen), rank));
+    const uint32_t seen = payload_of(flag_of(here, rank, epoch_).load());
+    TORCH_OVERLAP_CHECK(seen == payload, kValue,
+                        describe_entry_mismatch(memory_->name(), entry, concat("on rank ", here),
+                                                EntryPayload::of(seen), rank));
   }
 }
 

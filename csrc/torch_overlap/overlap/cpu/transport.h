@@ -19,7 +19,7 @@ class CpuTransport final : public Transport {
 
   std::string_view name() const override { return "shared memory"; }
   bool is_peer_mapped() const override { return true; }
-  void begin(const EntryPayload& operation) override;
+  void begin(const EntryPayload& entry) override;
   void exchange(OverlapStreams& streams, int stream, const Move& move) override;
   void wait_for_flags(OverlapStreams& streams, int stream, const std::vector<int>& flags) override;
   void post(OverlapStreams& streams, int stream, int flag) override;

@@ -105,7 +105,7 @@ class CudaOverlapDevice final : public OverlapDevice {
   bool should_fuse_allreduce(const FusedShape& shape, int sms) const override {
     return cuda::should_fuse_allreduce(shape, sms);
   }
-  void run_fused(Transport& transport, const FusedReduce& problem) override {
+  void run_fused(Transport& transport, const FusedAllReduce& problem) override {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
   }
   void run_fused(Transport& transport, const FusedGather& problem) override {

@@ -90,7 +90,7 @@ inline constexpr int kMaxPieces = 4;
 
 // This rank's rows of a GEMM + reduce-scatter whose other rows are computed and sent otherwise:
 // adds to this product the rows that arrived from the peers.
-struct FusedSumParams {
+struct FusedScatterSumParams {
   sm90::GemmParams gemm;  // lhs: this rank's rows.
   int sources;            // Number of peers. For each: its data, the first of its flags, its rank.
   CUtensorMap from[kMaxFusedRanks];
@@ -106,13 +106,14 @@ struct FusedSumParams {
 // Each returns null if there is no such kernel.
 const sm90::KernelInfo* find_fused_gather(const sm90::KernelKey& key);
 const sm90::KernelInfo* find_fused_scatter(const sm90::KernelKey& key);
-const sm90::KernelInfo* find_fused_sum(const sm90::KernelKey& key);
+const sm90::KernelInfo* find_fused_scatter_sum(const sm90::KernelKey& key);
 
 cudaError_t launch_fused_gather(const sm90::KernelInfo& kernel, const FusedGatherParams& params,
                                 int blocks, cudaStream_t stream);
 cudaError_t launch_fused_scatter(const sm90::KernelInfo& kernel, const FusedScatterParams& params,
                                  int blocks, cudaStream_t stream);
-cudaError_t launch_fused_sum(const sm90::KernelInfo& kernel, const FusedSumParams& params,
-                             int blocks, cudaStream_t stream);
+cudaError_t launch_fused_scatter_sum(const sm90::KernelInfo& kernel,
+                                     const FusedScatterSumParams& params, int blocks,
+                                     cudaStream_t stream);
 
 }  // namespace torch_overlap::cuda

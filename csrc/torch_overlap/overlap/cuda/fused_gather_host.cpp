@@ -139,7 +139,7 @@ CUtensorMap sent_map(const void* data, int64_t rows, int64_t bytes) {
 void add_senders(const CudaTransport& transport, const FusedGather& problem,
                  const Operands& operands, FusedGatherParams& params) {
   const int rank = transport.words().rank;
-  const RowShare& rows = problem.rows;
+  const RowPartition& rows = problem.rows;
   const auto at_of = [&](const at::Tensor& part) {
     return static_cast<const std::byte*>(part.const_data_ptr()) -
            static_cast<const std::byte*>(transport.data(rank, 0));
@@ -169,7 +169,7 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
                       "fused all-gather and product: expected copy engines to move the rows, got a "
                       "buffer with use_ce=False; kernels would find no SM free");
   const int rank = transport.words().rank;
-  const RowShare& rows = problem.rows;
+  const RowPartition& rows = problem.rows;
   const auto device = problem.own.device();
   const auto dtype = problem.gemm.out.scalar_type();
   const Operands operands = operands_of(problem.gemm, problem.own, dtype);

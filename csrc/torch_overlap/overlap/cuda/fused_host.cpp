@@ -80,7 +80,7 @@ void load_fused_kernels() {
   constexpr std::array kOperands{std::pair(bf16, bf16), std::pair(f16, f16), std::pair(e4m3, e4m3),
                                  std::pair(e4m3, e5m2), std::pair(e5m2, e4m3)};
   for (const Find find :
-       {Find{find_fused_gather}, Find{find_fused_scatter}, Find{find_fused_sum}}) {
+       {Find{find_fused_gather}, Find{find_fused_scatter}, Find{find_fused_scatter_sum}}) {
     for (const auto& [lhs, rhs] : kOperands) {
       for (const auto out : {ElementType::bf16, ElementType::f16}) {
         for (const bool is_k_major : {true, false}) {
@@ -97,7 +97,7 @@ void load_fused_kernels() {
       }
     }
   }
-  load_fused_reduce_kernels();
+  load_fused_all_reduce_kernels();
 }
 
 }  // namespace torch_overlap::cuda

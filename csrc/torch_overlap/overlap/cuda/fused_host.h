@@ -20,7 +20,7 @@ std::string fused_unsupported_reason(const FusedShape& shape);
 
 // Problem for which the tile of an all-gather + GEMM is chosen.
 struct GatherShape {
-  RowShare rows;
+  RowPartition rows;
   const std::vector<int>& order;  // Same as FusedGather::order.
   int64_t n;
   int64_t k;
@@ -46,12 +46,12 @@ TORCH_OVERLAP_API bool should_fuse_allreduce(const FusedShape& shape, int sms);
 // one.
 void run_fused(CudaTransport& transport, const FusedGather& problem);
 void run_fused(CudaTransport& transport, const FusedScatter& problem);
-void run_fused(CudaTransport& transport, const FusedReduce& problem);
+void run_fused(CudaTransport& transport, const FusedAllReduce& problem);
 
 // Loads the code of all fused kernels onto the current device, if it can run them. Must be called
 // before one of them waits for another, because lazy loading may synchronize with running kernels.
 void load_fused_kernels();
-// Loads the kernels of FusedReduce. Called by load_fused_kernels().
-void load_fused_reduce_kernels();
+// Loads the kernels of FusedAllReduce. Called by load_fused_kernels().
+void load_fused_all_reduce_kernels();
 
 }  // namespace torch_overlap::cuda

@@ -63,7 +63,7 @@ int64_t num_units(const KernelInfo& kernel, int64_t rows, int64_t n) {
   return ceil_div(rows, int64_t{kernel.rows} * kernel.cluster) * ceil_div(n, kernel.columns);
 }
 
-int64_t num_units(const KernelInfo& kernel, const RowShare& rows, int64_t n) {
+int64_t num_units(const KernelInfo& kernel, const RowPartition& rows, int64_t n) {
   int64_t count = 0;
   for (int chunk = 0; chunk < rows.size; ++chunk) {
     count += num_units(kernel, rows.length(chunk), n);

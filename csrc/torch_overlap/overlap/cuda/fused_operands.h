@@ -71,7 +71,7 @@ const KernelInfo& choose_kernel(Find find, const KernelKey& key, const Time& tim
 
 // Returns the number of units. A unit is one tile, or one tile per block of a cluster.
 int64_t num_units(const KernelInfo& kernel, int64_t rows, int64_t n);
-int64_t num_units(const KernelInfo& kernel, const RowShare& rows, int64_t n);
+int64_t num_units(const KernelInfo& kernel, const RowPartition& rows, int64_t n);
 
 // Returns the parameters that all kernels share: everything except the maps of the outputs, and m.
 sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,

@@ -24,7 +24,7 @@
 //
 // This kernel is for ranks that share a GPU, and for problems whose transfers take less time than
 // the products of the other ranks' rows, or that send little. Otherwise products of pieces that
-// copy engines send are faster (fused_sum.cu).
+// copy engines send are faster (fused_scatter_sum.cu).
 //
 // The kernel is an operation by itself. Block 0 signals to the peers that this rank has begun. The
 // movers wait until a peer has begun before they send it the first tile, while products run

@@ -81,9 +81,10 @@ Pace choose_pace(const TilesToSend& tiles, const KernelInfo& kernel, int ranks) 
 }
 
 // Computes this rank's rows and adds the rows that arrived from the peers.
-void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const at::Tensor& out) {
+void run_fused_scatter_sum(CudaTransport& transport, const FusedScatter& problem,
+                           const at::Tensor& out) {
   const int rank = transport.words().rank;
-  const RowShare& rows = problem.rows;
+  const RowPartition& rows = problem.rows;
   const int64_t length = rows.length(rank);
   if (length == 0) return;
   const int64_t n = out.size(1);
@@ -91,10 +92,10 @@ void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const 
   const Operands operands =
       operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), out.scalar_type());
   const KernelInfo& kernel = choose_kernel(
-      find_fused_sum, key_of(operands), [&](const TileCost& tile, const KernelInfo& found) {
+      find_fused_scatter_sum, key_of(operands), [&](const TileCost& tile, const KernelInfo& found) {
         return static_cast<double>(grid.waves(found, num_units(found, length, n))) * tile.time();
       });
-  FusedSumParams params{};
+  FusedScatterSumParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.out = sm90::make_tensor_map(out, sm90::kWarpRows);
   params.gemm.m = static_cast<int>(length);
@@ -119,7 +120,7 @@ void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const 
   params.words = transport.words();
   params.control = transport.control();
   const auto stream = c10::cuda::getCurrentCUDAStream(out.device().index());
-  check(grid.start(launch_fused_sum, kernel, params, num_units(kernel, length, n), stream),
+  check(grid.start(launch_fused_scatter_sum, kernel, params, num_units(kernel, length, n), stream),
         "product and sums of a reduce-scatter");
 }
 
@@ -150,12 +151,12 @@ int num_scatter_pieces(const FusedScatter& problem, int most, int sms) {
 
 void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   const int rank = transport.words().rank;
-  const RowShare& rows = problem.rows;
+  const RowPartition& rows = problem.rows;
   const auto device = problem.out.device();
   const auto dtype = problem.out.scalar_type();
   const at::Tensor out = mappable_out(problem.out);
   if (problem.pieces > 0) {
-    run_fused_sum(transport, problem, out);
+    run_fused_scatter_sum(transport, problem, out);
     if (!out.is_same(problem.out)) problem.out.copy_(out);
     return;
   }

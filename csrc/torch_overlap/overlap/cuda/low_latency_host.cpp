@@ -75,7 +75,7 @@ void run_low_latency(CudaTransport& transport, const LowLatencySum& sum) {
   int64_t part = total;
   int64_t begin = 0;
   int64_t own_offset = 0;
-  if (!sum.everywhere) {
+  if (!sum.is_all_reduce) {
     part = sum.rows.largest() * row;
     begin = sum.rows.begin(rank) * row;
   } else if (!one_shot) {
@@ -83,7 +83,7 @@ void run_low_latency(CudaTransport& transport, const LowLatencySum& sum) {
     begin = std::min(rank * part, total);
     own_offset = begin * kVectorBytes;
   }
-  LowLatencySumParams params{.operation = operation_of(transport, sum.begin()),
+  LowLatencySumParams params{.operation = operation_of(transport, sum.entry()),
                              .products = {},
                              .begin = static_cast<uint32_t>(begin),
                              .count = static_cast<uint32_t>(std::min(part, total - begin)),

@@ -72,9 +72,9 @@ void CudaTransport::check() const {
   if (const auto expired = monitor_->expired()) throw Error(ErrorKind::kTimeout, *expired);
 }
 
-void CudaTransport::begin(const EntryPayload& operation) {
+void CudaTransport::begin(const EntryPayload& entry) {
   require(launch_begin(words_, peer_entry_flags(), peer_abort_flags(), entry_flags_from(0),
-                       operation.word(), control(), current_stream()),
+                       entry.word(), control(), current_stream()),
           "overlap: begin");
 }
 

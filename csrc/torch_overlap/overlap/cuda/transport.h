@@ -26,7 +26,7 @@ class CudaTransport final : public Transport {
   std::string_view name() const override { return options_.use_ce ? "copy engine" : "SM stores"; }
   bool is_peer_mapped() const override { return true; }
   void check() const override;
-  void begin(const EntryPayload& operation) override;
+  void begin(const EntryPayload& entry) override;
   bool can_begin_on_comm_stream() const override { return true; }
   std::vector<std::shared_ptr<void>> retained_resources() const override {
     return {memory_, monitor_};

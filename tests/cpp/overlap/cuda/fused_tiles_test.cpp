@@ -103,7 +103,7 @@ TEST(FusedGatherTile, EveryOneIsThereForAllTypes) {
 }
 
 FusedScatter scatter_of(at::ScalarType dtype, int size, int64_t rows, int64_t n, int64_t k) {
-  const RowShare share{rows, size};
+  const RowPartition share{rows, size};
   const auto like = [](at::ScalarType type) { return at::TensorOptions(at::kMeta).dtype(type); };
   FusedScatter problem;
   problem.gemm.lhs.data = at::empty({rows, k}, like(dtype));

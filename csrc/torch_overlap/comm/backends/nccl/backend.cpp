@@ -153,7 +153,7 @@ NcclBackend::Lock NcclBackend::lock_unless_failed() const {
 void NcclBackend::prepare_windows() {
   const c10::cuda::CUDAGuard device(runtime_->device);
   const Lock lock = lock_unless_failed();
-  runtime_->waits();
+  runtime_->wait_monitor();
   for (const OpQueue which : {OpQueue::one_sided, OpQueue::waits}) {
     runtime_->stream(which, context_.options.is_high_priority_stream, /*capturing=*/false);
   }
@@ -180,7 +180,7 @@ std::shared_ptr<RemoteAccess> NcclBackend::open_remote(Bootstrap& bootstrap, std
 
 std::shared_ptr<cuda::DeviceWaitMonitor> NcclBackend::wait_monitor() {
   const Lock lock = lock_unless_failed();
-  return {runtime_, &runtime_->waits()};
+  return {runtime_, &runtime_->wait_monitor()};
 }
 
 WorkPtr NcclBackend::issue(Call call) {

@@ -107,7 +107,7 @@ void CustomCollectives::load() {
   }
   cuda::check(cuda::load_norm_kernels(), "custom collectives: loading kernels");
   cuda::check(cuda::load_zero_copy_kernels(), "custom collectives: loading kernels");
-  runtime_->waits();
+  runtime_->wait_monitor();
 }
 
 CollectivePlan CustomCollectives::plan(const Call& call, bool is_capturing) {
@@ -163,7 +163,7 @@ void CustomCollectives::prepare() {
     if (error.kind() != ErrorKind::kUnsupported) TORCH_WARN(error.what(), "; NCCL does it all");
     return;
   }
-  memory->control = runtime_->waits().control(memory->symmetric->id(), request.name, {});
+  memory->control = runtime_->wait_monitor().control(memory->symmetric->id(), request.name, {});
   has_ll128_ = has_hopper_code_ && memory->symmetric->has_known_links();
   memory_ = std::move(memory);
   state_ = State::ready;

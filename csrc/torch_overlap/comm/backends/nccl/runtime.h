@@ -42,7 +42,7 @@ struct CommRuntime {
 
   // Returns the monitor of the communicator's windows and custom collectives, created when first
   // needed. Requires the launch lock.
-  cuda::DeviceWaitMonitor& waits() {
+  cuda::DeviceWaitMonitor& wait_monitor() {
     if (owned_waits_ == nullptr) {
       owned_waits_ = std::make_unique<cuda::DeviceWaitMonitor>(device);
       waits_.store(owned_waits_.get(), std::memory_order_seq_cst);

@@ -37,13 +37,13 @@ void NcclPrimitives::put(SymmetricMemory& window, const at::Tensor& tensor, int 
 
 void NcclPrimitives::signal(SymmetricMemory& window, int dst) {
   if (!window.is_reachable(dst)) {
-    return one_sided(window).signal(dst, runtime_->waits(), stream_, has_launched_);
+    return one_sided(window).signal(dst, runtime_->wait_monitor(), stream_, has_launched_);
   }
-  runtime_->waits().signal(window, dst, stream_);
+  runtime_->wait_monitor().signal(window, dst, stream_);
 }
 
 void NcclPrimitives::wait_signal(SymmetricMemory& window, int src, uint64_t) {
-  runtime_->waits().wait(window, src, timeout_, stream_);
+  runtime_->wait_monitor().wait(window, src, timeout_, stream_);
 }
 
 }  // namespace torch_overlap

@@ -12,7 +12,7 @@
 // GEMM + all-reduce of few rows in one kernel.
 namespace torch_overlap::cuda {
 
-struct FusedReduceKernel {
+struct FusedAllReduceKernel {
   const void* kernel;
   int rows;      // Maximum number of rows.
   int features;  // Features per tile.
@@ -26,7 +26,7 @@ struct FusedReduceKernel {
   int simple_bytes;
 };
 
-struct FusedReduceParams {
+struct FusedAllReduceParams {
   OperationParams operation;
   sm90::SmallMParams product;
   // Scales of 8-bit operands: one per tensor, or one per row and per feature.
@@ -53,9 +53,10 @@ struct FusedReduceParams {
 // Returns the kernels for the types and the weight layout of the key; the weight is the key's rhs.
 // They are sorted by ascending `rows`; the span is empty if there are none. The key's tile is
 // ignored.
-std::span<const FusedReduceKernel> fused_reduce_kernels(const sm90::KernelKey& key);
+std::span<const FusedAllReduceKernel> fused_all_reduce_kernels(const sm90::KernelKey& key);
 
-cudaError_t launch_fused_reduce(const FusedReduceKernel& kernel, const FusedReduceParams& params,
-                                int blocks, cudaStream_t stream);
+cudaError_t launch_fused_all_reduce(const FusedAllReduceKernel& kernel,
+                                    const FusedAllReduceParams& params, int blocks,
+                                    cudaStream_t stream);
 
 }  // namespace torch_overlap::cuda

@@ -1,4 +1,4 @@
-#include "torch_overlap/overlap/cuda/fused_reduce.h"
+#include "torch_overlap/overlap/cuda/fused_all_reduce.h"
 
 #include <utility>
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ void add_half(uint32_t shared,
 // Returns the slot on `owner` that the block of `source` with this block's index writes in an
 // operation.
 template <typename Config>
-__device__ __forceinline__ char* slot_of(const FusedReduceParams& p, uint32_t epoch, int owner,
+__device__ __forceinline__ char* slot_of(const FusedAllReduceParams& p, uint32_t epoch, int owner,
                                          int source) {
   using P = Part<Config>;
   const int bytes = (p.use_ll ? P::kNumLLPackets : P::kVectors) * P::kStep;
@@ -101,7 +101,7 @@ __device__ __forceinline__ char* slot_of(const FusedReduceParams& p, uint32_t ep
 
 // Applies the scales of 8-bit operands to the sums [features, rows].
 template <typename Config>
-__device__ __forceinline__ void scale(const FusedReduceParams& p, int feature, int row,
+__device__ __forceinline__ void scale(const FusedAllReduceParams& p, int feature, int row,
                                       float (&sums)[Config::kNumLocalAccumulators]) {
   if (!p.scaled_by_row) {
     sm90::multiply_by(*p.rows_scale * *p.weight_scale, sums);
@@ -127,7 +127,7 @@ class Outputs {
   using Out = typename Config::Out;
 
  public:
-  __device__ __forceinline__ Outputs(const FusedReduceParams& p,
+  __device__ __forceinline__ Outputs(const FusedAllReduceParams& p,
                                      const sm90::SmallMTile<Config>& place, uint32_t shared)
       : p_(p),
         group_(static_cast<int>(threadIdx.x) / 128),
@@ -185,7 +185,7 @@ class Outputs {
   }
 
  private:
-  const FusedReduceParams& p_;
+  const FusedAllReduceParams& p_;
   const int group_;
   const int first_feature_;
   const int first_row_;
@@ -236,7 +236,7 @@ __device__ __forceinline__ bool is_in_epoch_window(uint32_t seen, uint32_t epoch
 
 // Slow path: waits for a word of `source` that has been polled for a while. Returns false if a wait
 // has failed.
-__device__ __noinline__ bool wait_late_packet(const FusedReduceParams& p, const uint32_t* word,
+__device__ __noinline__ bool wait_late_packet(const FusedAllReduceParams& p, const uint32_t* word,
                                               uint32_t epoch, uint32_t ahead, int source) {
   const OperationParams& operation = p.operation;
   const uint32_t* const abort_flag = operation.words.abort_flag;
@@ -272,7 +272,7 @@ constexpr int kPollsPerCheck = 64;  // Number of polls before the slow path.
 
 // Waits for the flag of a source, which follows its Simple data. The flag may already have the
 // epoch of the next operation. Returns false if a wait has failed.
-__device__ __forceinline__ bool wait_block_flag(const FusedReduceParams& p, const uint32_t* word,
+__device__ __forceinline__ bool wait_block_flag(const FusedAllReduceParams& p, const uint32_t* word,
                                                 uint32_t epoch, int source) {
 #pragma unroll 1
   for (int look = 0; look < kPollsPerCheck; ++look) {
@@ -284,7 +284,7 @@ __device__ __forceinline__ bool wait_block_flag(const FusedReduceParams& p, cons
 // Waits for each LL packet of this thread by its epoch. The source does not overwrite a packet
 // before it has received this rank's data of the next operation.
 template <typename Config>
-__device__ __forceinline__ bool wait_ll_packets(const FusedReduceParams& p, const char* from,
+__device__ __forceinline__ bool wait_ll_packets(const FusedAllReduceParams& p, const char* from,
                                                 int packets, uint32_t epoch, int source) {
 #pragma unroll 1
   for (int j = 0; j < packets; ++j) {
@@ -296,8 +296,8 @@ __device__ __forceinline__ bool wait_ll_packets(const FusedReduceParams& p, cons
 
 // Sends this thread's data to all peers and receives theirs. Returns false if a wait has failed.
 template <typename Config>
-__device__ __forceinline__ bool reduce_ll(const FusedReduceParams& p, uint32_t epoch, bool may_send,
-                                          const Outputs<Config>& outputs,
+__device__ __forceinline__ bool reduce_ll(const FusedAllReduceParams& p, uint32_t epoch,
+                                          bool may_send, const Outputs<Config>& outputs,
                                           const float (&own)[Config::kNumLocalAccumulators]) {
   using P = Part<Config>;
   using Out = typename Config::Out;
@@ -346,7 +346,7 @@ constexpr int kSent = 4;  // These, and the warp that signals the peers.
 
 // Does the same by Simple. signal_peers() sends the flags that follow the data.
 template <typename Config>
-__device__ __forceinline__ bool reduce_simple(const FusedReduceParams& p, uint32_t epoch,
+__device__ __forceinline__ bool reduce_simple(const FusedAllReduceParams& p, uint32_t epoch,
                                               bool may_send, const Outputs<Config>& outputs,
                                               const float (&own)[Config::kNumLocalAccumulators]) {
   using P = Part<Config>;
@@ -394,7 +394,7 @@ __device__ __forceinline__ bool reduce_simple(const FusedReduceParams& p, uint32
 // release store includes the fence, so the sending threads do not wait for it. Returns false,
 // without a signal, if some threads may not have sent.
 template <typename Config>
-__device__ __forceinline__ bool signal_peers(const FusedReduceParams& p, uint32_t epoch) {
+__device__ __forceinline__ bool signal_peers(const FusedAllReduceParams& p, uint32_t epoch) {
   sm90::named_barrier_sync(kSent, Config::kNumMmaThreads + 32);
   const int peer = static_cast<int>(threadIdx.x) % 32;
   if (!is_peer(p.operation.words, peer)) return true;
@@ -407,7 +407,8 @@ __device__ __forceinline__ bool signal_peers(const FusedReduceParams& p, uint32_
 // peers. Only the cluster of block 0 waits for the exchange before it sends, and only if kSplitK >
 // 1; therefore a peer may have begun the next operation already. Returns false if the signatures
 // differ or a wait has failed. Contains no calls: ptxas finds no registers for them next to wgmma.
-__device__ __forceinline__ bool exchange_entry_flags(const FusedReduceParams& p, uint32_t epoch) {
+__device__ __forceinline__ bool exchange_entry_flags(const FusedAllReduceParams& p,
+                                                     uint32_t epoch) {
   const OperationParams& operation = p.operation;
   const ChannelWords& words = operation.words;
   const WaitControl& control = operation.control;
@@ -428,7 +429,7 @@ __device__ __forceinline__ bool exchange_entry_flags(const FusedReduceParams& p,
 }
 
 // Called by another warp, which waits for no rank. Returns false if another such kernel runs.
-__device__ __forceinline__ bool try_mark_busy(const FusedReduceParams& p) {
+__device__ __forceinline__ bool try_mark_busy(const FusedAllReduceParams& p) {
   const OperationParams& operation = p.operation;
   if (threadIdx.x % 32 != 0 || atomicExch(operation.busy, 1U) == 0) return true;
   WaitRecord what{};
@@ -440,7 +441,7 @@ __device__ __forceinline__ bool try_mark_busy(const FusedReduceParams& p) {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    fused_reduce_kernel(__grid_constant__ const FusedReduceParams p) {
+    fused_all_reduce_kernel(__grid_constant__ const FusedAllReduceParams p) {
   extern __shared__ char dynamic[];
   __shared__ sm90::SharedBarriers<Config> barriers;
   const uint32_t shared = (sm90::shared_address(dynamic) + 1023) & ~uint32_t{1023};
@@ -508,9 +509,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <int kRows, int kNumMmaWarpgroups, int kSplitK>
 struct Shape {
   template <typename In, typename Out, bool kIsWeightKMajor>
-  static FusedReduceKernel kernel() {
+  static FusedAllReduceKernel kernel() {
     using Config = sm90::SmallMConfig<In, Out, kRows, kNumMmaWarpgroups, kSplitK, kIsWeightKMajor>;
-    return {.kernel = reinterpret_cast<const void*>(fused_reduce_kernel<Config>),
+    return {.kernel = reinterpret_cast<const void*>(fused_all_reduce_kernel<Config>),
             .rows = kRows,
             .features = Config::kFeatures,
             .cluster = kSplitK,
@@ -524,27 +525,29 @@ struct Shape {
 };
 
 template <typename In, typename Out, bool kIsWeightKMajor, typename... Shapes>
-std::span<const FusedReduceKernel> kernels_of() {
-  static const FusedReduceKernel all[] = {Shapes::template kernel<In, Out, kIsWeightKMajor>()...};
+std::span<const FusedAllReduceKernel> kernels_of() {
+  static const FusedAllReduceKernel all[] = {
+      Shapes::template kernel<In, Out, kIsWeightKMajor>()...};
   return all;
 }
 
 }  // namespace
 
-std::span<const FusedReduceKernel> fused_reduce_kernels(const sm90::KernelKey& key) {
+std::span<const FusedAllReduceKernel> fused_all_reduce_kernels(const sm90::KernelKey& key) {
   // The weight is the first operand of the instruction.
   sm90::KernelKey turned = key;
   std::swap(turned.lhs, turned.rhs);
   return sm90::dispatch_types(
-      turned, [](auto in, auto out, auto is_k_major) -> std::span<const FusedReduceKernel> {
+      turned, [](auto in, auto out, auto is_k_major) -> std::span<const FusedAllReduceKernel> {
         return kernels_of<decltype(in), decltype(out), is_k_major(), Shape<16, 1, 1>,
                           Shape<32, 1, 1>, Shape<64, 1, 1>, Shape<128, 1, 1>, Shape<256, 1, 2>,
                           Shape<256, 2, 2>>();
       });
 }
 
-cudaError_t launch_fused_reduce(const FusedReduceKernel& kernel, const FusedReduceParams& params,
-                                int blocks, cudaStream_t stream) {
+cudaError_t launch_fused_all_reduce(const FusedAllReduceKernel& kernel,
+                                    const FusedAllReduceParams& params, int blocks,
+                                    cudaStream_t stream) {
   return sm90::launch(kernel, params, blocks, stream);
 }
 

@@ -1,7 +1,7 @@
 """One ATen operator on tensors of global shape, as a value.
 
     Operand(shape, dtype)                       a tensor, without its data
-    Call(target, args, kwargs, outputs)         an operator: .name .inputs .outputs .argument() .bind() .run()
+    AtenCall(target, args, kwargs, outputs)         an operator: .name .inputs .outputs .argument() .bind() .run()
     rules.rule_of(call) -> OpRule | None        None: no rule, so whole operands (OpRule.opaque)
     capture.capture(func, args, kwargs=None, device=None, layouts=()) -> Program
         the operators of a torch function on Operands: Program.operands .constants .steps .writes .result
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Call", "Operand"]
+__all__ = ["AtenCall", "Operand"]
 
 
 # Overloads whose arguments have another meaning than those of the operator with the same name. They count as separate
@@ -45,7 +45,7 @@ class Operand:
     strides: tuple[int, ...] | None = field(default=None, compare=False)
 
 
-class Call:
+class AtenCall:
     """An ATen operator and its arguments.
 
     Attributes:
@@ -96,9 +96,9 @@ class Call:
         """Returns an argument by its index in the schema, or its name; `default` if it is not given."""
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
 
-    def with_arguments(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Call:
+    def with_arguments(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> AtenCall:
         """Returns the operator with other arguments, which have the same tensors in the same order."""
-        return Call(
+        return AtenCall(
             self.target, args, self.kwargs if kwargs is None else kwargs, self.outputs, is_sequence=self.is_sequence
         )
 

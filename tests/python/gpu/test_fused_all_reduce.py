@@ -94,7 +94,7 @@ def soaked(comm, case):
 
 def test_any_order_with_late_ranks(comm, make_comm, seed):
     """LL and Simple, over the memory of two communicators."""
-    comms = [comm, make_comm("fused_reduce_beside")]
+    comms = [comm, make_comm("fused_all_reduce_beside")]
     take_turns(comm, seed, [soaked(one, case) for one in comms for case in range(len(SOAKED))])
 
 
@@ -181,21 +181,21 @@ def test_more_room_between_graphs_and_other_algorithms(comm, seed):
 @pytest.mark.parametrize("rows", [16, 200])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_rank_that_stays_away(comm, make_comm, seed, rows, mode):
-    problem = Few(make_comm(f"fused_reduce_away_{rows}_{mode}"), (rows, 512, 64))
+    problem = Few(make_comm(f"fused_all_reduce_away_{rows}_{mode}"), (rows, 512, 64))
     problem.fill(seed)
     stay_away(comm, problem, mode)
 
 
 @pytest.mark.parametrize("rows", [16, 200])
 def test_rows_that_differ(comm, make_comm, rows):
-    other = make_comm(f"fused_reduce_rows_{rows}", timeout=timedelta(seconds=60))
+    other = make_comm(f"fused_all_reduce_rows_{rows}", timeout=timedelta(seconds=60))
     Few(other, (rows, 512, 64)).run()  # allocates the memory
     differ(Few(other, (rows - 8 if other.get_rank() == other.get_size() - 1 else rows, 512, 64)))
 
 
 @pytest.mark.parametrize("alone", [0, -1], ids=["first", "last"])
 def test_two_replays_at_once(comm, make_comm, seed, alone):
-    problem = Few(make_comm(f"fused_reduce_apart_{alone}", timeout=timedelta(seconds=60)), (16, 512, 64))
+    problem = Few(make_comm(f"fused_all_reduce_apart_{alone}", timeout=timedelta(seconds=60)), (16, 512, 64))
     problem.fill(seed)
     replay_two_at_once(comm, problem, alone)
 

@@ -7,9 +7,9 @@
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/gemm/sm90/tensor_maps.h"
 #include "torch_overlap/gemm/sm90/types.h"
+#include "torch_overlap/overlap/cuda/fused_all_reduce.h"
 #include "torch_overlap/overlap/cuda/fused_host.h"
 #include "torch_overlap/overlap/cuda/fused_operands.h"
-#include "torch_overlap/overlap/cuda/fused_reduce.h"
 #include "torch_overlap/overlap/cuda/low_latency_host.h"
 
 namespace torch_overlap::cuda {
@@ -32,7 +32,7 @@ constexpr int64_t kAlignment = 128;
 
 // A kernel and its launch configuration.
 struct Plan {
-  const FusedReduceKernel* kernel = nullptr;
+  const FusedAllReduceKernel* kernel = nullptr;
   int blocks = 0;
   bool use_ll = false;
 
@@ -55,7 +55,7 @@ int64_t sent_bytes(const Problem& problem) {
   return problem.m * problem.n * problem.out_element * (problem.size - 1);
 }
 
-int64_t num_blocks(const FusedReduceKernel& kernel, int64_t n) {
+int64_t num_blocks(const FusedAllReduceKernel& kernel, int64_t n) {
   return ceil_div(n, kernel.features) * kernel.cluster;
 }
 
@@ -63,9 +63,9 @@ int64_t num_blocks(const FusedReduceKernel& kernel, int64_t n) {
 Plan plan_of(const KernelKey& key, const Problem& problem) {
   const int64_t sent = sent_bytes(problem);
   if (problem.size < 2 || sent > kMaxSentBytes) return {};
-  const FusedReduceKernel* best = nullptr;
+  const FusedAllReduceKernel* best = nullptr;
   int64_t min_time = std::numeric_limits<int64_t>::max();
-  for (const FusedReduceKernel& kernel : fused_reduce_kernels(key)) {
+  for (const FusedAllReduceKernel& kernel : fused_all_reduce_kernels(key)) {
     if (kernel.rows < problem.m || ceil_div(problem.k, kernel.depth) < kernel.cluster) continue;
     if (best != nullptr && kernel.rows > best->rows) break;
     // Estimates the time by the data that a block reads, wave by wave.
@@ -95,7 +95,7 @@ int64_t required_channel_bytes(const Plan& plan, int size) {
   return 4 * ceil_div(plan.received_bytes(size), kAlignment) * kAlignment;
 }
 
-CUtensorMap weight_map(const Operands& operands, const FusedReduceKernel& kernel) {
+CUtensorMap weight_map(const Operands& operands, const FusedAllReduceKernel& kernel) {
   return operands.is_rhs_k_major ? sm90::make_tensor_map(operands.rhs, kernel.features)
                                  : sm90::make_tensor_map(operands.rhs, kernel.depth);
 }
@@ -135,7 +135,7 @@ bool should_fuse_allreduce(const FusedShape& shape, int sms) {
          sent_bytes(problem) <= kMaxAutoSentBytes && plan.blocks <= sms - kSpareSms;
 }
 
-void run_fused(CudaTransport& transport, const FusedReduce& problem) {
+void run_fused(CudaTransport& transport, const FusedAllReduce& problem) {
   TORCH_OVERLAP_CHECK(problem.out.is_contiguous(), kValue,
                       "product and all-reduce: expected a contiguous out, got strides ",
                       problem.out.strides());
@@ -156,9 +156,9 @@ void run_fused(CudaTransport& transport, const FusedReduce& problem) {
   TORCH_OVERLAP_CHECK(plan.kernel != nullptr && required_channel_bytes(plan, size) <= problem.bytes,
                       kRuntime, "product and all-reduce: expected a kernel, and a channel of ",
                       required_channel_bytes(plan, size), " bytes, got one of ", problem.bytes);
-  const FusedReduceKernel& kernel = *plan.kernel;
+  const FusedAllReduceKernel& kernel = *plan.kernel;
   const at::Tensor out = mappable_out(problem.out);
-  FusedReduceParams params{};
+  FusedAllReduceParams params{};
   params.operation = operation_of(transport, {.rows = problem.rows.rows});
   params.product = {.weight = weight_map(operands, kernel),
                     .rows = sm90::make_tensor_map(operands.lhs, kernel.rows),
@@ -184,25 +184,26 @@ void run_fused(CudaTransport& transport, const FusedReduce& problem) {
     params.begin[peer] = begin.at[peer];
     params.begun[peer] = transport.entry_flags_from(peer);
   }
-  check(launch_fused_reduce(kernel, params, plan.blocks,
-                            c10::cuda::getCurrentCUDAStream(device.index())),
+  check(launch_fused_all_reduce(kernel, params, plan.blocks,
+                                c10::cuda::getCurrentCUDAStream(device.index())),
         "fused product and all-reduce");
   if (!out.is_same(problem.out)) problem.out.copy_(out);
 }
 
-void load_fused_reduce_kernels() {
+void load_fused_all_reduce_kernels() {
   using enum sm90::OperandType;
   using sm90::ElementType;
   for (const auto& [lhs, rhs] : {std::pair(bf16, bf16), std::pair(f16, f16), std::pair(e4m3, e4m3),
                                  std::pair(e4m3, e5m2), std::pair(e5m2, e4m3)}) {
     for (const auto out : {ElementType::bf16, ElementType::f16}) {
       for (const bool is_k_major : {true, false}) {
-        for (const FusedReduceKernel& kernel : fused_reduce_kernels({.lhs = lhs,
-                                                                     .rhs = rhs,
-                                                                     .out = out,
-                                                                     .is_rhs_k_major = is_k_major,
-                                                                     .rows = 0,
-                                                                     .columns = 0})) {
+        for (const FusedAllReduceKernel& kernel :
+             fused_all_reduce_kernels({.lhs = lhs,
+                                       .rhs = rhs,
+                                       .out = out,
+                                       .is_rhs_k_major = is_k_major,
+                                       .rows = 0,
+                                       .columns = 0})) {
           check(cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      kernel.shared_bytes),
                 "overlap: loading fused kernels");

@@ -1,4 +1,4 @@
-"""Matrix products fused with their collectives, so that computation and communication overlap.
+"""Matrix products overlapped with their collectives.
 
 Weights are [out_features, in_features] and `x` is [..., features], as in torch.nn.functional.linear. `algorithm`:
 
