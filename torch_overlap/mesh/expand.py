@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_overlap.mesh.expand_losses import LOSSES
-from torch_overlap.mesh.expand_sharded import as_type, norm_of, settled, variance_of, widened
+from torch_overlap.mesh.expand_sharded import as_type, norm_of, power_of, settled, variance_of, widened
 
 __all__ = ["EXPANSIONS"]
 
@@ -136,7 +136,7 @@ def _var(x: Tensor, dim: Any = None, unbiased: Any = True, keepdim: bool = False
 
 def _std(*args: Any, **kwargs: Any) -> Any:
     out = _var(*args, **kwargs)
-    return out if out is NotImplemented else out.sqrt()
+    return out if out is NotImplemented else power_of(settled(out), 0.5)
 
 
 def _any(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SHARDED", "Sharded", "as_type", "norm_of", "settled", "variance_of", "widened"]
+__all__ = ["SHARDED", "Sharded", "as_type", "norm_of", "power_of", "settled", "variance_of", "widened"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -43,11 +43,18 @@ def norm_of(x: Tensor, ord: float, dims: Sequence[int], keepdim: bool, dtype: to
     elif ord == 1:
         out = x.abs().sum(dims, keepdim)
     else:
-        powers = settled((x * x if ord == 2 else x.abs().pow(ord)).sum(dims, keepdim))
-        is_zero = powers == 0
-        root = powers.masked_fill(is_zero, 1)
-        out = (root.sqrt() if ord == 2 else root.pow(1 / ord)).masked_fill(is_zero, 0)
+        powers = x * x if ord == 2 else power_of(x.abs(), ord)
+        out = power_of(settled(powers.sum(dims, keepdim)), 1 / ord)
     return as_type(out, dtype)
+
+
+def power_of(x: Tensor, exponent: float) -> Tensor:
+    """Returns x to a positive power, with a zero gradient where x is zero."""
+    if exponent >= 1:
+        return x.pow(exponent)
+    is_zero = x == 0
+    x = x.masked_fill(is_zero, 1)
+    return (x.sqrt() if exponent == 0.5 else x.pow(exponent)).masked_fill(is_zero, 0)
 
 
 def variance_of(x: Tensor, dims: Sequence[int], keepdim: bool, lost: float) -> Tensor:
@@ -96,7 +103,7 @@ def _var(x: Tensor, dim: Any, unbiased: Any = True, keepdim: bool = False, *, co
 
 
 def _std(*args: Any, **kwargs: Any) -> Tensor:
-    return _var(*args, **kwargs).sqrt()
+    return power_of(settled(_var(*args, **kwargs)), 0.5)
 
 
 def _norm(x: Tensor, ord: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:

@@ -66,13 +66,25 @@ def _rows(t: Tensor) -> Tensor:
     return t.flatten(0, -2)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns F.linear(x, weight, bias), never a view: that of an autograd function cannot be changed in place."""
+    if x.dim() < 3:
+        return F.linear(x, weight, bias)
+    out = x.new_empty((*x.shape[:-1], weight.size(0)))
+    if bias is None:
+        torch.mm(_rows(x), weight.t(), out=_rows(out))
+    else:
+        torch.addmm(bias, _rows(x), weight.t(), out=_rows(out))
+    return out
+
+
 class _CopyMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: str, size: int, algorithm: str, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
         ctx.group, ctx.algorithm = (comm, size), algorithm
         ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple(_linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable

@@ -204,6 +204,32 @@ def test_along_a_dimension_of_size_1(name, seed):
     on_mesh("x=2", body, seed)
 
 
+ROOTS = {
+    "std of all": lambda x: x.std(),
+    "std": lambda x: x.std(1),
+    "std of rows": lambda x: x.std(0, correction=0, keepdim=True),
+    "std_mean": lambda x: torch.std_mean(x, 1)[0],
+    **{f"norm {p}": lambda x, p=p: torch.linalg.vector_norm(x, p, 1) for p in (0.5, 1, 1.5, 2, 3)},
+    **{f"norm {p} of all": lambda x, p=p: torch.linalg.vector_norm(x, p) for p in (0.5, 2)},
+    "normalize": lambda x: F.normalize(x, dim=1),
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_the_gradient_of_a_root_of_zero(name, seed):
+    """It is zero, as torch's, also beside elements with other gradients."""
+
+    def body(r):
+        x = r.randn(4, 6)
+        x[1] = 1.0 if name.startswith("std") else 0.0
+        x[2, ::2] = 0.0
+        for value in (x, torch.full_like(x, 1.0 if name.startswith("std") else 0.0)):
+            for layout in ("[x],[]", "[],[x]", "[],[] I{x}"):
+                compare(r, ROOTS[name], [value], [layout])
+
+    on_mesh("x=2", body, seed)
+
+
 def test_maximum_of_a_pending_sum(seed):
     """B10: the sum is reduced first, as a sum; the maximum of it is not a sum."""
 

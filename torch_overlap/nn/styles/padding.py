@@ -59,15 +59,18 @@ class SharedSequence:
                              f"{self.size}.")  # fmt: skip
         owners = (*(before.owners if before else ()), owner)
         self._open = _Open(owners, length, min(length, before.min_length) if before else length)
-        x = _Mark.apply(x, self, None)  # type: ignore[no-untyped-call]
+        x = _Mark.apply(x, self)  # type: ignore[no-untyped-call]
         return _pad(x, dim, missing) if missing else x
 
-    def end(self, y: Tensor) -> Tensor:
-        """Forgets the length after the sequence was gathered. Backward restores it for layers that are recomputed."""
-        if torch.compiler.is_compiling():
-            return y
-        before, self._open = self._open, None
-        return _Mark.apply(y, self, before)  # type: ignore[no-untyped-call, no-any-return]
+    def end(self, whole: Tensor, dim: int) -> Tensor:
+        """Returns the gathered sequence without padding, and forgets its length. Backward restores it for layers that
+        are recomputed."""
+        y = self.trim(whole, dim)
+        if not torch.compiler.is_compiling():
+            before, self._open = self._open, None
+            if whole.requires_grad:  # a hook, not a function: its result could not be changed in place
+                whole.register_hook(lambda _: self.restore(before))
+        return y
 
     def restore(self, state: _Open | None) -> None:
         self._open = state
@@ -114,14 +117,14 @@ def _pad(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity, whose backward pass restores the state of the sequence; None: there is none."""
+    """The identity, whose backward pass ends the sequence."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: SharedSequence, state: _Open | None) -> Tensor:
-        ctx.sequence, ctx.state = sequence, state
+    def forward(ctx: Any, x: Tensor, sequence: SharedSequence) -> Tensor:
+        ctx.sequence = sequence
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.sequence.restore(ctx.state)
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.sequence.restore(None)
+        return grad, None

@@ -77,7 +77,7 @@ class GatherSequence(Style):
 
         def gather(_: nn.Module, args: Any, y: Tensor) -> Tensor:
             whole = ops.all_gather(y, comm, self.sequence_dim, grad="I")
-            return sequence.end(sequence.trim(whole, self.sequence_dim))
+            return sequence.end(whole, self.sequence_dim)
 
         module.register_forward_hook(gather)
         return module
