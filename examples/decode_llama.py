@@ -58,6 +58,8 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("prompt", "new", "chunk"):
         if getattr(args, name) < 1:
             parser.error(f"expected --{name} of at least 1, got {getattr(args, name)}")
+    if min(args.batches) < 1:
+        parser.error(f"expected --batches of at least 1, got {min(args.batches)}")
     if args.device == "cpu" and "torch" in args.sums.split(","):
         parser.error("expected --sums without torch on cpu: its one-shot all_reduce needs GPUs")
     return args

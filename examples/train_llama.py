@@ -62,10 +62,12 @@ def parse_arguments() -> argparse.Namespace:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         args.device = "cuda" if torch.cuda.device_count() >= local_ranks else "cpu"
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
-    args.rate = args.rate or (1e-2 if args.preset == "tiny" else 3e-4)
-    for name in ("batch", "accumulate", "steps"):
-        if getattr(args, name) < 1:
-            parser.error(f"expected --{name} of at least 1, got {getattr(args, name)}")
+    if args.rate is None:
+        args.rate = 1e-2 if args.preset == "tiny" else 3e-4
+    for name, least in {"batch": 1, "accumulate": 1, "steps": 1, "layers": 1, "sequence": 1, "check_steps": 0}.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            parser.error(f"expected --{name.replace('_', '-')} of at least {least}, got {value}")
     if args.batch % args.accumulate != 0:
         parser.error(f"expected --batch divisible by --accumulate {args.accumulate}, got {args.batch}")
     return args
@@ -73,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_trainer(args: argparse.Namespace, comm: to.TorchComm, text: Text) -> LlamaTrainer:
     shape = SHAPES[args.preset]
-    changes = {name: getattr(args, name) for name in ("layers", "sequence") if getattr(args, name)}
+    changes = {name: getattr(args, name) for name in ("layers", "sequence") if getattr(args, name) is not None}
     return LlamaTrainer(dataclasses.replace(shape, **changes), comm, text, accumulate=args.accumulate,
                         recompute=args.recompute, batch_size=args.batch, steps=args.steps, rate=args.rate,
                         seed=args.seed, dtype=getattr(torch, args.dtype), algorithm=args.algorithm,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ def _reduction(call: AtenCall) -> OpRule | None:
         return _extreme(call)
     dims = call.argument(1, "dim", None)
     keepdim = bool(call.argument(2, "keepdim", False))
+    if name in ("amax", "amin") and math.prod(x.shape) == 0 and math.prod(call.outputs[0].shape) > 0:
+        return None  # torch's operator raises
     return OpRule.reduction(name, x.shape, [dims] if isinstance(dims, int) else list(dims or []), keepdim)
 
 

@@ -76,7 +76,8 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.sizes = [part.size(0) for part in inputs]
-        ctx.save_for_backward(*inputs)  # their versions: the result shares that of the first alone
+        if inputs[0].dim() > 1:  # for their versions: the result shares that of the first. A bias may change.
+            ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
 
     @staticmethod

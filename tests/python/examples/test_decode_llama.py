@@ -32,6 +32,8 @@ def test_tokens_are_those_of_one_rank():
 def test_options_that_do_not_fit_are_refused():
     done = run("--new", "0", ranks=1)
     assert "expected --new of at least 1, got 0" in done.stderr
+    done = run("--batches", "2,0", ranks=1)
+    assert "expected --batches of at least 1, got 0" in done.stderr
     done = run("--sums", "torch", ranks=1)
     assert "expected --sums without torch on cpu" in done.stderr
 

@@ -22,7 +22,15 @@ def test_it_learns_as_on_one_rank(launcher, options, tolerance):
     assert "tokens/s after 5 steps" in output
 
 
-def test_sizes_that_do_not_divide(launcher):
-    code, output = launcher.run_ranks(1, PROGRAM, "--device", "cpu", "--batch", 6, "--accumulate", 4)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--batch", 6, "--accumulate", 4), "expected --batch divisible by --accumulate 4, got 6"),
+        (("--layers", 0), "expected --layers of at least 1, got 0"),
+        (("--check-steps", -3), "expected --check-steps of at least 0, got -3"),
+    ],
+)
+def test_options_that_do_not_fit(launcher, options, message):
+    code, output = launcher.run_ranks(1, PROGRAM, "--device", "cpu", *options)
     assert code != 0
-    assert "expected --batch divisible by --accumulate 4, got 6" in output
+    assert message in output

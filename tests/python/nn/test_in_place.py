@@ -48,7 +48,9 @@ def layers(comm, seed, name, options):
             torch.testing.assert_close(own.grad, other.grad)
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": False}, {"scaling": "current"}, {"scaling": "delayed"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sequence_parallel": False}, {"scaling": "current"}, {"scaling": "delayed"}], ids=str
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_results_of_layers(seed, name, options):
     run_ranks(layers, 2, seed, name, options)

@@ -96,6 +96,11 @@ def joined(comm: to.TorchComm, sequence_parallel: bool, bias: bool, seed: int) -
     if sequence_parallel:  # then outputs may be changed in place
         outputs = layer(torch.randn(2, 2, IN, dtype=torch.float64, requires_grad=True))
         outputs[0].mul_(2).sum().backward()
+    if bias:  # whose value no gradient needs
+        outputs = layer(torch.randn(2, 2, IN, dtype=torch.float64))
+        with torch.no_grad():
+            layer.bias0.add_(1)
+        sum(y.sum() for y in outputs).backward()
     layer.zero_grad()
     layer.requires_grad_(False)
     layer.weight0.requires_grad_(True)

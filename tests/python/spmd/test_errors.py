@@ -43,6 +43,9 @@ def test_operands(seed):
         x = shard(r.randn(4, 6), r.mesh, P("x"))
         other = connect("x=2,y=2", r.mesh.comm, name=f"{r.mesh.name}-other")
         y = shard(r.randn(4, 6), other, P("x"))
+        empty = shard(r.randn(4, 0), r.mesh, P("x"))
+        for function in (torch.max, torch.min, torch.amax, lambda x: x.amin(1)):
+            refused(RuntimeError, "(?i)reduc", function, empty)
         with r.sends():
             message = (
                 r"a plain tensor of shape \(4, 6\) beside them. Call shard\(x, mesh\) if .* from_local\(x, mesh, spec\)"
