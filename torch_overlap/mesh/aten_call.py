@@ -1,17 +1,6 @@
-"""One ATen operator on tensors of global shape, as a value.
+"""One ATen operator on tensors of global shape, as a value: AtenCall, whose tensors are Operands.
 
-    Operand(shape, dtype)                       a tensor, without its data
-    AtenCall(target, args, kwargs, outputs)         an operator: .name .inputs .outputs .argument() .bind() .run()
-    rules.rule_of(call) -> OpRule | None        None: no rule, so whole operands (OpRule.opaque)
-    capture.capture(func, args, kwargs=None, device=None, layouts=()) -> Program
-        the operators of a torch function on Operands: Program.operands .constants .steps .writes .result
-        .results(values); each of steps is Recorded(call, inputs, outputs), where values have numbers: the operands are
-        0, 1, ...
-    local.local_call(call, rule, input_layouts, output_layouts, rank, device=None)
-        -> Callable[[Sequence[Tensor]], Tensor | tuple | list], the operator on a rank's own parts
-
-A call without a rule needs whole operands: every rank runs local_call(call, None, replicated, replicated, rank). So
-does one without inputs (arange, zeros), on `device`.
+rules.rule_of gives its rule, capture.capture those of a torch function, local.local_call runs it on a rank's parts.
 """
 
 from __future__ import annotations

@@ -94,6 +94,7 @@ class RecipeStep:
             text += f"  used: {self.strategy.roles}, which moves no anchored operand\n"
         return text
 
+    # Functions that Dynamo traces call methods as RecipeStep.run(step, ...): it guards functions, not bound methods.
     def run(self, values: Any) -> list[Sharded]:
         spec = self.outputs[0]
         provenance = provenance_of(spec)

@@ -198,7 +198,7 @@ class GatherMatmul(DynamoConstant):
         if self._unsupported_reason is None and _invariant_axes(step):
             self._unsupported_reason = "what it gathers is invariant, and so is the gradient"
 
-    def group(self, algorithm: str, is_in_vmap: bool) -> tuple[str, int] | None:
+    def overlapping_group(self, algorithm: str, is_in_vmap: bool) -> tuple[str, int] | None:
         """Returns the communicator's name and size; None if it runs as a product and a collective."""
         comm = self._source.mesh.group_comm(self._step.axes)
         unsupported_reason = _INSIDE_VMAP if is_in_vmap else self._unsupported_reason
@@ -212,7 +212,7 @@ class GatherMatmul(DynamoConstant):
         if x._cached_copy(self._target.text) is not None:
             return None
         group: tuple[str, int] | None = as_dynamo_constant(
-            GatherMatmul.group, self, _algorithm(), any(map(_is_in_vmap, (x, *others)))
+            GatherMatmul.overlapping_group, self, _algorithm(), any(map(_is_in_vmap, (x, *others)))
         )
         return group
 
@@ -276,11 +276,8 @@ def _select_reduction(
     algorithm: str,
     is_in_vmap: bool,
 ) -> tuple[str, tuple[str, int], int] | None:
-    """Returns the fused operator that completes a partial product: its kind, the communicator's name and size, a
-    dimension.
-
-    Kinds: "scatter", "total", and "sum", a total whose gradient is whole.
-    """
+    """Returns what completes a partial product: the name of an operator, or "sum_matmul" (an all-reduce whose gradient
+    is whole); the communicator's name and size; a dimension."""
     plan = spec.mesh.plan(spec.layout, target.layout, spec.shape, spec.dtype.itemsize)
     step = _step(plan, "reduce_scatter", "all_reduce")
     if step is None:
@@ -289,16 +286,18 @@ def _select_reduction(
     if comm is None:
         return None
     unsupported_reason = _INSIDE_VMAP if is_in_vmap else _unsupported_reason(plan, step, spec, target.layout, uneven)
-    kind, op, invariant = "scatter", "matmul_reduce_scatter", _invariant_axes(step)
+    name = op = "matmul_reduce_scatter"
+    invariant = _invariant_axes(step)
     if step.kind == "all_reduce":
-        kind, op = "sum" if invariant else "total", "matmul_all_reduce"
+        op = "matmul_all_reduce"
+        name = "sum_matmul" if invariant else op
         if unsupported_reason is None and invariant and invariant != set(step.axes):
             unsupported_reason = "its gradient is whole along some of the axes"
     if unsupported_reason is None and step.reduce != "sum":
         unsupported_reason = f"it is no sum but {step.reduce}"
     if not _should_overlap(op, sizes, algorithm, unsupported_reason):
         return None
-    return kind, (comm.get_name(), comm.get_size()), step.dim
+    return name, (comm.get_name(), comm.get_size()), step.dim
 
 
 class DeferredMatmul:
@@ -344,13 +343,13 @@ class DeferredMatmul:
         )
         if how is None:
             return None
-        kind, group, dim = how
+        name, group, dim = how
         out: Tensor
         with self._with_call_state():
             x, weight = self._operands[0], _as_linear(self._step.call, self._operands[1])
-            if kind == "scatter":
+            if name == "matmul_reduce_scatter":
                 out = _ops.matmul_reduce_scatter(x, weight, None, *group, dim, "sum", "auto")
-            elif kind == "sum":
+            elif name == "sum_matmul":
                 out = sum_matmul(x, weight, None, group, "auto")
             else:
                 out = _ops.matmul_all_reduce(x, weight, None, *group, "sum", "auto")
