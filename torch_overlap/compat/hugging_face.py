@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,12 +54,12 @@ def register_parallel_styles(algorithm: str = "auto") -> list[str]:
             _expect_linear(module)
             comm = comm_of(mesh)
 
-            def forward(x: Tensor) -> Tensor:
+            def forward(module: Any, x: Tensor) -> Tensor:
                 weight, bias = _local(module)
                 (y,) = copy_matmul(x, [weight], [bias], comm, algorithm)
                 return ops.all_gather(y, comm, -1, grad="I") if self.gathers else y
 
-            module.forward = forward
+            module.forward = MethodType(forward, module)  # copy.deepcopy binds it to the copy
             return module
 
     class Row(parallel.RowwiseParallel):  # type: ignore[misc]
@@ -70,11 +71,11 @@ def register_parallel_styles(algorithm: str = "auto") -> list[str]:
             _expect_linear(module)
             comm = comm_of(mesh)
 
-            def forward(x: Tensor) -> Tensor:
+            def forward(module: Any, x: Tensor) -> Tensor:
                 weight, bias = _local(module)
                 return sum_matmul(local_shard(x, -1, comm) if self.splits else x, weight, bias, comm, algorithm)
 
-            module.forward = forward
+            module.forward = MethodType(forward, module)  # copy.deepcopy binds it to the copy
             return module
 
     styles = dict(zip(_WORDS, (Column(False), Column(True), Row(False), Row(True)), strict=True))

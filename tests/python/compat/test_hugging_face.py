@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 from typing import Any
 
@@ -82,3 +83,26 @@ def test_a_style_for_linears_refuses_another_module() -> None:
             style.install_forward(torch.nn.Identity(), None)
 
     run_ranks(rank, 1, backend="fake")
+
+
+def copied(rank: int, size: int, store: Any, word: str) -> None:
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    from torch_overlap.compat.hugging_face import register_parallel_styles
+
+    dist.init_process_group("torch_overlap", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    mesh = dist.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    register_parallel_styles()
+    linear = torch.nn.Linear(4, 6, bias=False)
+    ALL_PARALLEL_STYLES[f"overlap_{word}"].install_forward(linear, mesh)
+    twin = copy.deepcopy(linear)
+    with torch.no_grad():
+        twin.weight.mul_(2)
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(twin(x), 2 * linear(x))
+
+
+@pytest.mark.parametrize("word", ["colwise", "rowwise"])
+def test_a_copy_computes_with_its_own_weights(word: str) -> None:
+    pytest.importorskip("transformers.distributed.tensor_parallel")
+    run_ranks(copied, 2, word, comm=False)
