@@ -153,16 +153,17 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        plan, state, keep_gathered, *mine, _, _, w_columns, w_scale_inv = inputs[:11]
+        plan, state, keep_gathered = inputs[:3]
+        mine, weight = Operand(*inputs[3:7]), Operand(*inputs[7:11])
         ctx.plan, ctx.state, ctx.is_gathered = plan, state, keep_gathered or plan.dim is None
         ctx.dtypes = [None if t is None else t.dtype for t in inputs[11:]]
-        kept = tuple(mine[2:] if plan.block else mine[:2])  # same as Operand.kept
+        kept: tuple[Any, ...] = (mine.columns, mine.columns_scale_inv) if plan.block else mine.rows
         if keep_gathered:
             gathered = output[len(plan.sizes) :]
             ctx.mark_non_differentiable(*gathered)
             ctx.set_materialize_grads(False)
             kept = gathered if plan.block else (*gathered, kept[1])
-        ctx.save_for_backward(*kept, w_columns, w_scale_inv)
+        ctx.save_for_backward(*kept, weight.columns, weight.scale_inv_of_columns)
 
     @staticmethod
     @once_differentiable
@@ -236,10 +237,10 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        plan, state, _, _, *x_columns, _, _, w_columns, w_scale_inv = inputs[:10]
-        ctx.plan, ctx.state = plan, state
+        mine, weight = Operand(*inputs[2:6]), Operand(*inputs[6:10])
+        ctx.plan, ctx.state = inputs[:2]
         ctx.dtypes = [None if t is None else t.dtype for t in inputs[10:]]
-        ctx.save_for_backward(*x_columns, w_columns, w_scale_inv)
+        ctx.save_for_backward(mine.columns, mine.scale_inv_of_columns, weight.columns, weight.scale_inv_of_columns)
 
     @staticmethod
     @once_differentiable

@@ -31,7 +31,10 @@ _ops = torch.ops.torch_overlap
 
 
 class Operand(NamedTuple):
-    """One or several concatenated matrices in 8 bits, and the transpose; value = data * scale_inv."""
+    """One or several concatenated matrices in 8 bits, and the transpose; value = data * scale_inv.
+
+    columns_scale_inv: None if it is scale_inv. (Dynamo passes no tensor twice to a function.)
+    """
 
     data: Tensor
     scale_inv: Tensor
@@ -45,8 +48,11 @@ class Operand(NamedTuple):
     @property
     def transposed(self) -> Scaled:
         assert self.columns is not None
-        assert self.columns_scale_inv is not None
-        return self.columns, self.columns_scale_inv
+        return self.columns, self.scale_inv_of_columns
+
+    @property
+    def scale_inv_of_columns(self) -> Tensor:
+        return self.scale_inv if self.columns_scale_inv is None else self.columns_scale_inv
 
     def kept(self, plan: Plan) -> Scaled:
         """Returns the part of sharded rows that the gradient of a weight needs from all ranks."""
@@ -99,7 +105,7 @@ def _with_tensor_scale(
         amax = torch.cat([part[3] for part in found]).amax()
         if columnwise:
             columns = _concatenated([part[2] for part in found], 1 if dim == 0 else 0)
-    return Operand(data, scale_inv, *((columns, scale_inv) if columnwise else (None, None))), amax
+    return Operand(data, scale_inv, columns if columnwise else None, None), amax
 
 
 def _with_block_scales(parts: Sequence[Tensor], mode: ScalingMode, block: int, dtype: torch.dtype, dim: int,
