@@ -17,7 +17,8 @@ from torch_overlap.tools.bench.tables import TITLES, groups_of, table
 BEGIN = "<!-- results: written by `python -m torch_overlap bench plot`, from here -->"
 END = "<!-- to here -->"
 # Operations to plot, from the first file that has them in bf16. The tables have every figure.
-PICTURED = ("ag_gemm", "gemm_rs", "gemm_ar", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+PICTURED = ("ag_gemm", "gemm_rs", "gemm_ar", "all_reduce", "all_gather", "reduce_scatter")
+LAYERS = "layers.png"
 _RESULTS = "benchmarks/results"
 
 
@@ -46,9 +47,25 @@ def update(paths: Sequence[Path], images: Path, document: Path) -> int:
     contents = [(path, result.read(path)) for path in paths]
     pictured: set[str] = set()
     parts = [section(path.name, content, images, document, pictured) for path, content in contents]
+    measured = [row for _, content in contents for row in layers_of(content)]
+    if measured:
+        image = images / LAYERS
+        if plots.can_plot():
+            plots.layers(measured, f"{TITLES['layer']}, bfloat16, in CUDA graphs", image)
+        parts.insert(0, _image(image, document, TITLES["layer"]))
     document.write_text(f"{before}{BEGIN}\n\n{''.join(parts)}{END}{rest.split(END)[1]}")
     print(f"wrote {document}")
     return 0
+
+
+def layers_of(content: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the rows of whole layers by "auto" whose floor was measured, with labels."""
+    gpu = result.gpu_name(content).upper()
+    return [
+        (f"{row['name']}, {row['tp']} {gpu}", row)
+        for row in content["rows"]
+        if row.get("op") == "layer" and row["algorithm"] == "auto" and "ratio_floor" in row
+    ]
 
 
 def section(name: str, content: dict[str, Any], images: Path, document: Path, pictured: set[str]) -> str:

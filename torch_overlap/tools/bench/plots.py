@@ -1,4 +1,4 @@
-"""Plots of results: bars against peers, lines over sizes, and timelines."""
+"""Plots of results: bars against peers, whole layers, lines over sizes, and timelines."""
 
 from __future__ import annotations
 
@@ -61,6 +61,33 @@ def bars(groups: Sequence[Group], title: str, path: Path) -> None:
     plot.axhline(1.0, color="#cbd5e0", lw=1, zorder=0)
     plot.set_xticks(range(len(groups)), [group.label for group in groups])
     plot.set(ylabel="time / product alone (from 0.8)", title=title, ylim=(0.8, 1.02 * max(top, 1.0)))
+    figure.legend(loc="outside lower center", ncols=2 + len(peers), fontsize="small")
+    _save(figure, path)
+
+
+def layers(rows: Sequence[tuple[str, dict[str, Any]]], title: str, path: Path) -> None:
+    """Plots the time of whole layers over that with NCCL's collectives: ours, the peers, and the floor as a line.
+
+    Args:
+        rows: a label, and the row of "auto" in a result of benchmarks/layer.py.
+        title: the title.
+        path: the file to write.
+    """
+    peers = list(dict.fromkeys(peer for _, row in rows for peer in row["peers"]))
+    figure, axes = _figure(7, 4)
+    plot = axes[0][0]
+    width = 0.8 / (1 + len(peers))
+    for index, (_, row) in enumerate(rows):
+        whole = row["peers"]["nccl"]
+        values = [row["us"] / whole, *[row["peers"].get(peer, 0.0) / whole for peer in peers]]
+        for turn, (value, color) in enumerate(zip(values, (OURS, *PEERS), strict=False)):
+            label = ["ours", *peers][turn] if index == 0 else None
+            plot.bar(index + (turn - len(peers) / 2) * width, value, width, color=color, label=label)
+        floor = row["us"] / row["ratio_floor"] / whole
+        plot.plot([index - 0.42, index + 0.42], [floor, floor], color="black", lw=1.5,
+                  label="floor" if index == 0 else None)  # fmt: skip
+    plot.set_xticks(range(len(rows)), [label for label, _ in rows])
+    plot.set(ylabel="time / time with NCCL (from 0.6)", title=title, ylim=(0.6, 1.05))
     figure.legend(loc="outside lower center", ncols=2 + len(peers), fontsize="small")
     _save(figure, path)
 
