@@ -19,6 +19,7 @@ SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", ".md", ".txt"}
 # token -> the reason why it is valid, although the tree or the package does not have it
 REASONS: dict[str, str] = {
     "_build_info.py": "the build writes it",
+    "benchmarks/layer_ab.py": "the script of a result: benchmarks/layer.py with variants that it has since",
     "torch_overlap.backends": "a group of entry points of other packages",
     "torch_overlap.compile": "a logger",
     "torch_overlap.vllm": "a logger",
