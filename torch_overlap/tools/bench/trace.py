@@ -14,7 +14,8 @@ from torch_overlap.tools.bench.problem import Problem, Variant
 from torch_overlap.tools.bench.ranks import Ranks
 
 _PRODUCT = re.compile(
-    r"gemm|nvjet|cutlass|wgmma|xmma|::(add)?mm\b|matmul|fused_(?:gather|scatter|reduce)_kernel", re.IGNORECASE
+    r"gemm|nvjet|cutlass|wgmma|xmma|::(add)?mm\b|matmul|fused_(?:gather|scatter|scatter_sum|all_reduce)_kernel",
+    re.IGNORECASE,
 )
 _COMMUNICATION = re.compile(
     r"nccl|memcpy|::copy_|gather|scatter|reduce|all_to_all|barrier|signal|wait|flag|gloo|c10d|low_latency|begin_kernel"

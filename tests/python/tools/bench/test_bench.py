@@ -376,6 +376,10 @@ def test_lanes() -> None:
         "nvjet_hsh_128x256_64x4_2x1_v_bz_TNT": "product",
         "void cutlass::device_kernel<gemm_kernel>": "product",
         "fused_all_gather_gemm": "product",
+        **{
+            f"void torch_overlap::cuda::fused_{name}_kernel<Config>": "product"
+            for name in ("gather", "scatter", "scatter_sum", "all_reduce")
+        },
         "ncclDevKernel_AllGather_RING_LL": "communication",
         "Memcpy PtoP (Device -> Device)": "communication",
         "void torch_overlap::cuda::simple_copy_kernel": "communication",
