@@ -178,6 +178,7 @@ class _Recorder(SchemaCheckMode):
         args, kwargs = self._constants(args), self._constants(kwargs or {})
         if func is torch.ops.aten.lift_fresh.default:
             return args[0]
+        func = _WITH_GRADIENT.get(func, func)
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
         operands = self._operands(args), self._operands(kwargs)
@@ -295,6 +296,8 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         raise _ReadsElements(str(error)) from error
 
 
+# torch selects these because tensors of a capture require no gradient.
+_WITH_GRADIENT = {torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default}
 _vector_norm = torch.ops.aten.linalg_vector_norm.default
 
 

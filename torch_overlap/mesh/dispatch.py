@@ -82,6 +82,7 @@ class RecipeStep:
     sizes: tuple[int, int, int] = (0, 0, 0)  # rows, columns and inner size of the local product
     uneven: UnevenShards = ()  # for the weight of a product
     has_run: bool = False  # eagerly
+    used: frozenset[int] = frozenset()  # the results that the function or another operator uses
 
     def __post_init__(self) -> None:
         self.constant_name = register_constant(self)
@@ -119,10 +120,13 @@ class RecipeStep:
         return [Sharded(one, of, None, provenance) for one, of in zip(out, self.outputs, strict=True)]
 
     def _check_shapes(self, results: Sequence[Tensor]) -> None:
-        """Compares the first results with the layouts, which hold what torch computes from shapes alone."""
-        for result, spec in zip(results, self.outputs, strict=True):
+        """Compares the first results with the layouts, which hold what torch computes from shapes alone.
+
+        Unused ones (statistics of a norm, offsets of bags) may have other shapes, by device.
+        """
+        for number, result, spec in zip(self.numbers, results, self.outputs, strict=True):
             expected = tuple(spec.layout.local_shape(spec.shape, spec.mesh.rank))
-            if tuple(result.shape) != expected:
+            if number in self.used and tuple(result.shape) != expected:
                 raise UnsupportedError(
                     f"{self.call.name}: expected a local result of shape {expected} by torch's own shape function, got "
                     f"{tuple(result.shape)}; compute it on .local, or on a plain tensor (.full())"
@@ -161,6 +165,9 @@ class Recipe:
         self._program, self._constants = program, tuple(constants.items())
         # Operands of several operators.
         uses = Counter(number for step in steps for number, _ in step.inputs)
+        results = [leaf.number for leaf in pytree.tree_leaves(program.result) if isinstance(leaf, Ref)]
+        for step in steps:
+            step.used = frozenset(step.numbers) & {*uses, *results}
         self._multi_use_operands = tuple(number for number, count in uses.items() if count > 1)
         # Fast path of most functions: a single operator gives the result.
         self._single_step = steps[0] if len(steps) == 1 and not constants and not steps[0].call.is_sequence else None

@@ -286,6 +286,24 @@ def test_softmax(layout, along_rows, along_columns, seed):
     on_mesh("x=2,y=2", body, seed)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_a_table(mode, seed):
+    def body(r):
+        table = r.randn(8, 4)
+        tokens, offsets = r.randint(8, 7), torch.tensor([0, 2, 5])
+        leaf = table.clone().requires_grad_()
+        expected = F.embedding_bag(tokens, leaf, offsets, mode=mode)
+        expected.square().sum().backward()
+        for layout in ("[x],[]", "[],[x]", "[],[] I{x}"):
+            operand = r.place(table, layout).requires_grad_()
+            out = F.embedding_bag(shard(tokens, r.mesh), operand, shard(offsets, r.mesh), mode=mode)
+            r.check(out, expected)
+            out.square().sum().backward()
+            r.check(operand.grad, leaf.grad)
+
+    on_mesh("x=2", body, seed)
+
+
 @pytest.mark.parametrize("text", MESHES)
 def test_a_table_sharded_by_its_rows(text, seed):
     """B15: indices are shifted, those of other ranks masked; the result is partial."""
