@@ -11,7 +11,7 @@ Activations between the layers are whole on every rank, as with transformers' st
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -59,8 +59,7 @@ def register_parallel_styles(algorithm: str = "auto") -> list[str]:
                 (y,) = copy_matmul(x, [weight], [bias], comm, algorithm)
                 return ops.all_gather(y, comm, -1, grad="I") if self.gathers else y
 
-            module.forward = MethodType(forward, module)  # copy.deepcopy binds it to the copy
-            return module
+            return _with_forward(module, forward)
 
     class Row(parallel.RowwiseParallel):  # type: ignore[misc]
         def __init__(self, splits: bool) -> None:
@@ -75,13 +74,18 @@ def register_parallel_styles(algorithm: str = "auto") -> list[str]:
                 weight, bias = _local(module)
                 return sum_matmul(local_shard(x, -1, comm) if self.splits else x, weight, bias, comm, algorithm)
 
-            module.forward = MethodType(forward, module)  # copy.deepcopy binds it to the copy
-            return module
+            return _with_forward(module, forward)
 
     styles = dict(zip(_WORDS, (Column(False), Column(True), Row(False), Row(True)), strict=True))
     for word, style in styles.items():
         parallel.ALL_PARALLEL_STYLES.register(PREFIX + word, style)
     return [PREFIX + word for word in styles]
+
+
+def _with_forward(module: Any, forward: Callable[[Any, Tensor], Tensor]) -> Any:
+    """Makes `forward` the method of this module, and of its copies: copy.deepcopy binds a method to the copy."""
+    module.forward = MethodType(forward, module)
+    return module
 
 
 def _expect_linear(module: nn.Module) -> None:

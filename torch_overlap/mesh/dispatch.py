@@ -81,8 +81,8 @@ class RecipeStep:
     is_deferred_matmul: bool = False
     sizes: tuple[int, int, int] = (0, 0, 0)  # rows, columns and inner size of the local product
     uneven: UnevenShards = ()  # for the weight of a product
-    has_run: bool = False  # eagerly
-    used: frozenset[int] = frozenset()  # the results that the function or another operator uses
+    # Results that are used, until their shapes have been checked by the first eager run.
+    unchecked: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.constant_name = register_constant(self)
@@ -113,7 +113,7 @@ class RecipeStep:
             out = run_in_graph(self.constant_name, operands)
         else:
             out = self.run_local(operands)
-            if not self.has_run:
+            if self.unchecked:
                 self._check_shapes([out] if isinstance(out, Tensor) else out)
         if not self.call.is_sequence:
             return [Sharded(out, spec, None, provenance)]
@@ -125,13 +125,12 @@ class RecipeStep:
         Unused ones (statistics of a norm, offsets of bags) may have other shapes, by device.
         """
         for number, result, spec in zip(self.numbers, results, self.outputs, strict=True):
-            expected = tuple(spec.layout.local_shape(spec.shape, spec.mesh.rank))
-            if number in self.used and tuple(result.shape) != expected:
+            if number in self.unchecked and tuple(result.shape) != spec.local_shape:
                 raise UnsupportedError(
-                    f"{self.call.name}: expected a local result of shape {expected} by torch's own shape function, got "
-                    f"{tuple(result.shape)}; compute it on .local, or on a plain tensor (.full())"
+                    f"{self.call.name}: expected a local result of shape {spec.local_shape} by torch's own shape "
+                    f"function, got {tuple(result.shape)}; compute it on .local, or on a plain tensor (.full())"
                 )
-        self.has_run = True
+        self.unchecked = frozenset()
 
 
 class _Constant(DynamoConstant):
@@ -167,7 +166,7 @@ class Recipe:
         uses = Counter(number for step in steps for number, _ in step.inputs)
         results = [leaf.number for leaf in pytree.tree_leaves(program.result) if isinstance(leaf, Ref)]
         for step in steps:
-            step.used = frozenset(step.numbers) & {*uses, *results}
+            step.unchecked = frozenset(step.numbers) & {*uses, *results}
         self._multi_use_operands = tuple(number for number, count in uses.items() if count > 1)
         # Fast path of most functions: a single operator gives the result.
         self._single_step = steps[0] if len(steps) == 1 and not constants and not steps[0].call.is_sequence else None

@@ -33,7 +33,7 @@ _ops = torch.ops.torch_overlap
 class Operand(NamedTuple):
     """One or several concatenated matrices in 8 bits, and the transpose; value = data * scale_inv.
 
-    columns_scale_inv: None if it is scale_inv. (Dynamo passes no tensor twice to a function.)
+    columns_scale_inv: None if it is scale_inv. (Dynamo of torch 2.15 passes no tensor twice to a function.)
     """
 
     data: Tensor

@@ -59,12 +59,15 @@ def update(paths: Sequence[Path], images: Path, document: Path) -> int:
 
 
 def layers_of(content: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the rows of whole layers by "auto" whose floor was measured, with labels."""
+    """Returns the bfloat16 rows of whole layers by "auto" whose floor was measured, with labels."""
     gpu = result.gpu_name(content).upper()
     return [
         (f"{row['name']}, {row['tp']} {gpu}", row)
         for row in content["rows"]
-        if row.get("op") == "layer" and row["algorithm"] == "auto" and "ratio_floor" in row
+        if row.get("op") == "layer"
+        and row["algorithm"] == "auto"
+        and row["dtype"] == "bfloat16"
+        and "ratio_floor" in row
     ]
 
 

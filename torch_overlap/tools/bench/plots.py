@@ -37,29 +37,32 @@ def _save(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
+def _draw_bars(plot: Any, labels: Sequence[str], names: Sequence[str], values: Sequence[Sequence[float]],
+               floors: Sequence[float | None]) -> None:  # fmt: skip
+    """Draws a group of bars for each label, a bar for each name, and the floor as a line across a group."""
+    width = 0.8 / len(names)
+    for index, (group, floor) in enumerate(zip(values, floors, strict=True)):
+        for turn, (value, color) in enumerate(zip(group, (OURS, *PEERS), strict=False)):
+            label = names[turn] if index == 0 else None
+            plot.bar(index + (turn - (len(names) - 1) / 2) * width, value, width, color=color, label=label)
+        if floor is not None:
+            plot.plot([index - 0.42, index + 0.42], [floor, floor], color="black", lw=1.5,
+                      label="floor" if index == 0 else None)  # fmt: skip
+    plot.set_xticks(range(len(labels)), labels)
+
+
 def bars(groups: Sequence[Group], title: str, path: Path) -> None:
     """Plots the time over that of the product without communication: ours and the peers of each case, the floor as a
     line across its bars."""
     peers = peers_of(groups)
     figure, axes = _figure(max(7.0, 1.5 * len(groups)), 4)
     plot = axes[0][0]
-    width = 0.8 / (1 + len(peers))
-    top = 0.0
-    for index, group in enumerate(groups):
-        row = group.ours(group.mode)
-        if row is None:
-            continue
-        values = [row["ratio_gemm"], *[row["peers"].get(peer, 0.0) / row["gemm_us"] for peer in peers]]
-        top = max(top, *values)
-        for turn, (value, color) in enumerate(zip(values, (OURS, *PEERS), strict=False)):
-            label = ["ours", *peers][turn] if index == 0 else None
-            plot.bar(index + (turn - len(peers) / 2) * width, value, width, color=color, label=label)
-        if "floor_us" in row:
-            floor = row["floor_us"] / row["gemm_us"]
-            plot.plot([index - 0.42, index + 0.42], [floor, floor], color="black", lw=1.5,
-                      label="floor" if index == 0 else None)  # fmt: skip
+    rows = [(group.label, row) for group in groups if (row := group.ours(group.mode)) is not None]
+    values = [[row["ratio_gemm"], *[row["peers"].get(peer, 0.0) / row["gemm_us"] for peer in peers]] for _, row in rows]
+    floors = [row["floor_us"] / row["gemm_us"] if "floor_us" in row else None for _, row in rows]
+    _draw_bars(plot, [label for label, _ in rows], ["ours", *peers], values, floors)
     plot.axhline(1.0, color="#cbd5e0", lw=1, zorder=0)
-    plot.set_xticks(range(len(groups)), [group.label for group in groups])
+    top = max((value for group in values for value in group), default=0.0)
     plot.set(ylabel="time / product alone (from 0.8)", title=title, ylim=(0.8, 1.02 * max(top, 1.0)))
     figure.legend(loc="outside lower center", ncols=2 + len(peers), fontsize="small")
     _save(figure, path)
@@ -76,17 +79,11 @@ def layers(rows: Sequence[tuple[str, dict[str, Any]]], title: str, path: Path) -
     peers = list(dict.fromkeys(peer for _, row in rows for peer in row["peers"]))
     figure, axes = _figure(7, 4)
     plot = axes[0][0]
-    width = 0.8 / (1 + len(peers))
-    for index, (_, row) in enumerate(rows):
-        whole = row["peers"]["nccl"]
-        values = [row["us"] / whole, *[row["peers"].get(peer, 0.0) / whole for peer in peers]]
-        for turn, (value, color) in enumerate(zip(values, (OURS, *PEERS), strict=False)):
-            label = ["ours", *peers][turn] if index == 0 else None
-            plot.bar(index + (turn - len(peers) / 2) * width, value, width, color=color, label=label)
-        floor = row["us"] / row["ratio_floor"] / whole
-        plot.plot([index - 0.42, index + 0.42], [floor, floor], color="black", lw=1.5,
-                  label="floor" if index == 0 else None)  # fmt: skip
-    plot.set_xticks(range(len(rows)), [label for label, _ in rows])
+    values = [
+        [row["over_nccl"], *[row["peers"].get(peer, 0.0) / row["peers"]["nccl"] for peer in peers]] for _, row in rows
+    ]
+    floors = [row["over_nccl"] / row["ratio_floor"] for _, row in rows]
+    _draw_bars(plot, [label for label, _ in rows], ["ours", *peers], values, floors)
     plot.set(ylabel="time / time with NCCL (from 0.6)", title=title, ylim=(0.6, 1.05))
     figure.legend(loc="outside lower center", ncols=2 + len(peers), fontsize="small")
     _save(figure, path)
