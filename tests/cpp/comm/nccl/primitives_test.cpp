@@ -180,6 +180,18 @@ TEST_F(NcclPrimitivesTest, ComplexReducesAsPairsOfReals) {
   EXPECT_EQ(log(), (Log{concat("all_reduce 10 type ", ncclFloat32, " op ", ncclAvg)}));
 }
 
+// NCCL 2.28 would leave out the last elements.
+TEST_F(NcclPrimitivesTest, TheMeanOfOneRankIsASum) {
+  NcclPrimitives alone(api_, nullptr, 0, 1, nullptr, nullptr);
+  for (const auto dtype : {at::kDouble, at::kBFloat16, at::kLong, at::kComplexFloat}) {
+    FakeNccl::reset();
+    const auto x = zeros(4099, dtype);
+    alone.reduce_scatter(zeros(4099, dtype), {x, {x}}, RedOpType::AVG);
+    ASSERT_EQ(log().size(), 1U) << dtype;
+    EXPECT_NE(log()[0].find(concat(" op ", ncclSum)), std::string::npos) << log()[0];
+  }
+}
+
 TEST_F(NcclPrimitivesTest, WhatNcclLacksIsComposedOfDataMovement) {
   for (const auto dtype : {at::kShort, at::kUInt16, at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
     FakeNccl::reset();

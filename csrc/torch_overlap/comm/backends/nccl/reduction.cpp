@@ -112,7 +112,8 @@ std::optional<NativeReduction> nccl_reduction(at::ScalarType dtype, const Reduce
   if (size == 1 && op.type() == RedOpType::PREMUL_SUM) return std::nullopt;
   const bool is_ordered = op.type() == RedOpType::MIN || op.type() == RedOpType::MAX;
   if (is_ordered && c10::isFloatingType(dtype)) return std::nullopt;
-  return native_reduction(dtype, op);
+  const bool is_copy = size == 1 && op.type() == RedOpType::AVG;
+  return native_reduction(dtype, is_copy ? ReduceOp(RedOpType::SUM) : op);
 }
 
 NcclRedOp::NcclRedOp(const NcclApi& api, ncclComm_t comm, const NativeReduction& native,

@@ -28,7 +28,7 @@ TORCH_OVERLAP_API std::optional<NativeReduction> native_reduction(at::ScalarType
 // - MIN and MAX of floats: NCCL drops a NaN that only some ranks have, but it must propagate, as in
 //   torch.maximum();
 // - PREMUL_SUM on one rank: NCCL (2.28.9) leaves the last elements unchanged if they are not
-//   divisible by the number of its blocks.
+//   divisible by the number of its blocks. AVG would, too: it is a sum there, which NCCL copies.
 TORCH_OVERLAP_API std::optional<NativeReduction> nccl_reduction(at::ScalarType dtype,
                                                                 const ReduceOp& op, int size);
 
