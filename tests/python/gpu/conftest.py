@@ -115,7 +115,22 @@ def quiet_device(request):
 
 
 @pytest.fixture
-def gemm_draws(seed):
+def sums_in_fp32():
+    """Partial sums in 16 bits or tf32, which torch's settings may allow, make bounds useless."""
+    import torch
+
+    allowed = torch.backends.cuda.matmul
+    names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = [getattr(allowed, name) for name in names]
+    for name in names:
+        setattr(allowed, name, False)
+    yield
+    for name, value in zip(names, before, strict=True):
+        setattr(allowed, name, value)
+
+
+@pytest.fixture
+def gemm_draws(seed, sums_in_fp32):
     """Gives new data, and resets the counters and the tuning of products to their initial state."""
     import torch
 

@@ -26,19 +26,8 @@ PLAIN = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def draws(seed):
-    """Accumulates in fp32, by torch's settings; these and the layer's are restored."""
-    torch.manual_seed(seed)
-    settings = torch.backends.cuda.matmul
-    names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-    before = [getattr(settings, name) for name in names]
-    for name in names:
-        setattr(settings, name, False)
-    layer.reset_gemm_statistics()
+def draws(gemm_draws):
     yield
-    for name, value in zip(names, before, strict=True):
-        setattr(settings, name, value)
-    layer.set_gemm_tuning("heuristic")
     layer.set_gemm_mxfp8("dequantize")
 
 

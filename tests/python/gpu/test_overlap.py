@@ -80,16 +80,6 @@ def test_products_of_two_chunks(comm, dtype):
         hundred_replays(comm, capture(case.issue), case, 3)
 
 
-@pytest.fixture
-def sums_in_fp32():
-    """Partial sums in 16 bits, which torch allows by default, make bounds useless."""
-    allowed = torch.backends.cuda.matmul
-    before = allowed.allow_fp16_reduced_precision_reduction, allowed.allow_bf16_reduced_precision_reduction
-    allowed.allow_fp16_reduced_precision_reduction = allowed.allow_bf16_reduced_precision_reduction = False
-    yield
-    allowed.allow_fp16_reduced_precision_reduction, allowed.allow_bf16_reduced_precision_reduction = before
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E4M3], ids=str)
 @pytest.mark.usefixtures("sums_in_fp32")
 def test_random_data_and_epilogues(comm, seed, dtype):

@@ -17,9 +17,11 @@ def exact(gate, up, grad):
 
 
 def check(got, want, dtype):
-    # A gradient is a sum of products up to 30 in size: some roundings of float32, and one of the dtype.
+    # A gradient is a sum of products up to 30 in size: some roundings of float32, and one of the dtype. The error of
+    # 1 - sigmoid(x), a rounding of 1, is multiplied by x, which is up to 20.
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(got.double(), want, rtol=2 * eps, atol=64 * torch.finfo(torch.float32).eps + eps)
+    rtol = 2 * eps if dtype.itemsize == 2 else 32 * eps
+    torch.testing.assert_close(got.double(), want, rtol=rtol, atol=64 * torch.finfo(torch.float32).eps + eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,19 +14,25 @@ from vllm_cases import plug_in, stand_in
 pytestmark = pytest.mark.gpu(2)
 
 
-@pytest.fixture
-def made():
-    """Returns our communicator, of vLLM's interface, with a gloo group for the CPU as vLLM has it."""
+@pytest.fixture(scope="module")
+def cpu_group():
+    """Returns a gloo group. One for all tests: a second one would find what the first left in torchrun's store."""
     dist.init_process_group("gloo")
+    yield dist.new_group(backend="gloo")
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def made(cpu_group):
+    """Returns our communicator, of vLLM's interface, with a gloo group for the CPU as vLLM has it."""
     device = torch.device("cuda", torch.cuda.current_device())
     with stand_in():
         communicator = plug_in("communicator").OverlapCommunicator(
-            cpu_group=dist.new_group(backend="gloo"), device=device, unique_name="tp:gpu"
+            cpu_group=cpu_group, device=device, unique_name="tp:gpu"
         )
         yield communicator
         gc.collect()
         communicator.destroy()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("num_rows", [8, 1024])
