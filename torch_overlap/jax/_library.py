@@ -30,6 +30,8 @@ HANDLERS = (
     "MatmulReduceScatterHandler",
     "MatmulAllReduceHandler",
 )
+# Those that on GPUs make the memory of all their calls before XLA captures one.
+INITIALIZERS = {name: name.replace("Handler", "Initializer") for name in HANDLERS if "Matmul" in name}
 # By ErrorKind of csrc/torch_overlap/base/errors.h.
 _ERROR_CLASSES = (RuntimeError, ValueError, TypeError, TimeoutError, NotImplementedError, RuntimeError, RuntimeError)
 
@@ -183,6 +185,8 @@ def register_handlers() -> None:
                     "instantiate": capsule(_address(loaded.InstantiateHandler)),
                     "execute": capsule(_address(getattr(loaded, handler))),
                 }
+                if platform == "CUDA" and handler in INITIALIZERS:
+                    stages["initialize"] = capsule(_address(getattr(loaded, INITIALIZERS[handler])))
                 jax.ffi.register_ffi_target(target_name(handler), stages, platform=platform)
     except Exception as error:
         version = running_ffi_version()

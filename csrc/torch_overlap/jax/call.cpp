@@ -1,5 +1,6 @@
 #include "torch_overlap/jax/call.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <exception>
@@ -9,6 +10,7 @@
 #include "torch_overlap/comm/below_dispatch_guard.h"
 #include "torch_overlap/comm/registry.h"
 #include "torch_overlap/jax/stream.h"
+#include "torch_overlap/ops/choose.h"
 
 namespace torch_overlap::jax {
 namespace {
@@ -92,11 +94,27 @@ ffi::Future run(const Caller& caller, const DeviceRank& rank, std::function<void
   return future;
 }
 
+ffi::Error prepare(Instance& instance, const std::function<Call()>& bind) {
+  if (instance.is_prepared) return ffi::Error::Success();
+  try {
+    const Call call = bind();
+    const c10::DeviceGuard device(call.rank.comm->device());
+    const BelowDispatchGuard below;
+    const ActingRankGuard acting(call.rank.comm);
+    const ops::PrepareScope scope;
+    call.body();
+  } catch (...) {
+    return to_ffi_error(std::current_exception());
+  }
+  instance.is_prepared = true;
+  return ffi::Error::Success();
+}
+
 }  // namespace torch_overlap::jax
 
 // Called by XLA once for each custom call of a program that it compiles.
-TORCH_OVERLAP_JAX_HANDLER(InstantiateHandler, torch_overlap::jax::instantiate,
-                          xla::ffi::Ffi::BindInstantiate().Attrs())
+TORCH_OVERLAP_JAX_STAGE(InstantiateHandler, torch_overlap::jax::instantiate,
+                        xla::ffi::Ffi::BindInstantiate().Attrs())
 
 extern "C" TORCH_OVERLAP_API const XLA_FFI_TypeInfo* torch_overlap_jax_instance_info() {
   static const XLA_FFI_TypeInfo info = xla::ffi::MakeTypeInfo<torch_overlap::jax::Instance>();

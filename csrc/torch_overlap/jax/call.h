@@ -1,20 +1,23 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <string_view>
+#include <utility>
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/jax/ffi.h"
 #include "torch_overlap/jax/ranks.h"
 
-// The part that all handlers share. A handler converts its buffers and returns run(): its body then
-// computes on the device's rank.
+// The part that all handlers share. A handler binds its buffers to a Call; Stages makes of it the
+// functions that XLA calls.
 namespace torch_overlap::jax {
 
 // The state that XLA keeps for each custom call of a compiled program.
 struct Instance {
   static ffi::TypeId id;
   CallSite site;
+  std::atomic<bool> is_prepared = false;
 };
 
 // The context that XLA passes to every handler.
@@ -22,6 +25,12 @@ struct Caller {
   ffi::Context context;
   const Instance* instance;
   int ordinal;
+};
+
+// What a custom call computes, and the rank that does.
+struct Call {
+  DeviceRank rank;
+  std::function<void()> body;
 };
 
 // Converts an exception to XLA's error: a JaxRuntimeError with the same text in Python.
@@ -42,16 +51,41 @@ ffi::Future guarded(const Begin& begin) {
   }
 }
 
+// Prepares the body's operators for the rank, once: XLA may capture the first run in a CUDA graph,
+// where no memory can be shared. Collective; the programs of all ranks begin in one order.
+ffi::Error prepare(Instance& instance, const std::function<Call()>& bind);
+
+// The stages of a handler whose `kBind(ordinal, arguments...)` returns a Call.
+template <auto kBind>
+struct Stages;
+template <typename... Arguments, Call (*kBind)(int, Arguments...)>
+struct Stages<kBind> {
+  static ffi::Future execute(ffi::Context context, Instance* instance, int32_t ordinal,
+                             Arguments... arguments) {
+    return guarded([&] {
+      Call call = kBind(ordinal, std::move(arguments)...);
+      return run({context, instance, ordinal}, call.rank, std::move(call.body));
+    });
+  }
+  static ffi::Error initialize(ffi::Context /*context*/, Instance* instance, int32_t ordinal,
+                               Arguments... arguments) {
+    return prepare(*instance, [&] { return kBind(ordinal, std::move(arguments)...); });
+  }
+};
+
 }  // namespace torch_overlap::jax
 
-// Begins the binding of a handler: its first three arguments make a Caller.
-#define TORCH_OVERLAP_JAX_BIND()                                \
-  ::xla::ffi::Ffi::Bind()                                       \
-      .Ctx<::xla::ffi::Context>()                               \
+// Begins the binding of a stage, kExecute or kInitialize.
+#define TORCH_OVERLAP_JAX_BIND(stage)                             \
+  ::xla::ffi::Ffi::Bind<::xla::ffi::ExecutionStage::stage>()      \
+      .Ctx<::xla::ffi::Context>()                        \
       .Ctx<::xla::ffi::State<::torch_overlap::jax::Instance>>() \
       .Ctx<::xla::ffi::DeviceOrdinal>()
 
-// Defines the exported symbol of a handler.
-#define TORCH_OVERLAP_JAX_HANDLER(name, function, binding)                    \
+// Defines the exported symbol of a stage.
+#define TORCH_OVERLAP_JAX_STAGE(name, ...)                                    \
   extern "C" TORCH_OVERLAP_API XLA_FFI_Error* name(XLA_FFI_CallFrame* frame); \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, binding);
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, __VA_ARGS__);
+// The same for the stage that computes, which XLA may capture in CUDA graphs.
+#define TORCH_OVERLAP_JAX_HANDLER(name, function, binding) \
+  TORCH_OVERLAP_JAX_STAGE(name, function, binding, {::xla::ffi::Traits::kCmdBufferCompatible})

@@ -17,15 +17,12 @@ using Output = ffi::Result<ffi::AnyBuffer>;
 
 // Calls body(comm, x, out) on the rank.
 template <typename Body>
-ffi::Future collective(std::string_view op, const Caller& caller, int64_t axis, const Input& x,
-                       const Output& out, const Body& body) {
-  return guarded([&] {
-    const DeviceRank rank = find_rank(op, axis, caller.ordinal);
-    const auto device = rank.comm->device();
-    return run(caller, rank,
-               [body, comm = rank.comm, x = as_tensor(op, "x", x, device),
-                out = as_tensor(op, "the result", *out, device)] { body(comm, x, out); });
-  });
+Call collective(std::string_view op, int ordinal, int64_t axis, const Input& x, const Output& out,
+                const Body& body) {
+  const DeviceRank rank = find_rank(op, axis, ordinal);
+  const auto device = rank.comm->device();
+  return {rank, [body, comm = rank.comm, x = as_tensor(op, "x", x, device),
+                 out = as_tensor(op, "the result", *out, device)] { body(comm, x, out); }};
 }
 
 // XLA may pass the same memory for both.
@@ -55,21 +52,17 @@ Tensor received_parts(const Tensor& out, int64_t dim, int64_t size) {
   return dim == 0 ? out.view(sizes) : at::empty(sizes, out.options());
 }
 
-ffi::Future all_reduce(ffi::Context context, Instance* instance, int32_t ordinal, Input x,
-                       Output out, int64_t axis, std::string_view op) {
-  return guarded([&] {
-    return collective(
-        "all_reduce", {context, instance, ordinal}, axis, x, out,
-        [op = ReduceOp::parse(op)](const Comm& comm, const Tensor& mine, const Tensor& result) {
-          copy_unless_same(result, mine);
-          comm->all_reduce(result, op, /*async_op=*/false);
-        });
-  });
+Call all_reduce(int ordinal, Input x, Output out, int64_t axis, std::string_view op) {
+  return collective(
+      "all_reduce", ordinal, axis, x, out,
+      [op = ReduceOp::parse(op)](const Comm& comm, const Tensor& mine, const Tensor& result) {
+        copy_unless_same(result, mine);
+        comm->all_reduce(result, op, /*async_op=*/false);
+      });
 }
 
-ffi::Future all_gather(ffi::Context context, Instance* instance, int32_t ordinal, Input x,
-                       Output out, int64_t axis, int64_t dim) {
-  return collective("all_gather", {context, instance, ordinal}, axis, x, out,
+Call all_gather(int ordinal, Input x, Output out, int64_t axis, int64_t dim) {
+  return collective("all_gather", ordinal, axis, x, out,
                     [dim](const Comm& comm, const Tensor& mine, const Tensor& result) {
                       const auto parts = received_parts(result, dim, comm->size());
                       comm->all_gather_single(parts, mine, /*async_op=*/false);
@@ -77,22 +70,20 @@ ffi::Future all_gather(ffi::Context context, Instance* instance, int32_t ordinal
                     });
 }
 
-ffi::Future reduce_scatter(ffi::Context context, Instance* instance, int32_t ordinal, Input x,
-                           Output out, int64_t axis, int64_t dim, std::string_view op) {
-  return guarded([&] {
-    return collective("reduce_scatter", {context, instance, ordinal}, axis, x, out,
-                      [dim, op = ReduceOp::parse(op)](const Comm& comm, const Tensor& mine,
-                                                      const Tensor& result) {
-                        const auto parts = parts_of("reduce_scatter", mine, dim, comm->size());
-                        comm->reduce_scatter_single(result, parts, op, /*async_op=*/false);
-                      });
-  });
+Call reduce_scatter(int ordinal, Input x, Output out, int64_t axis, int64_t dim,
+                    std::string_view op) {
+  return collective(
+      "reduce_scatter", ordinal, axis, x, out,
+      [dim, op = ReduceOp::parse(op)](const Comm& comm, const Tensor& mine, const Tensor& result) {
+        const auto parts = parts_of("reduce_scatter", mine, dim, comm->size());
+        comm->reduce_scatter_single(result, parts, op, /*async_op=*/false);
+      });
 }
 
-ffi::Future all_to_all(ffi::Context context, Instance* instance, int32_t ordinal, Input x,
-                       Output out, int64_t axis, int64_t split_dim, int64_t concat_dim) {
+Call all_to_all(int ordinal, Input x, Output out, int64_t axis, int64_t split_dim,
+                int64_t concat_dim) {
   return collective(
-      "all_to_all", {context, instance, ordinal}, axis, x, out,
+      "all_to_all", ordinal, axis, x, out,
       [split_dim, concat_dim](const Comm& comm, const Tensor& mine, const Tensor& result) {
         const auto parts = parts_of("all_to_all", mine, split_dim, comm->size());
         const auto received = received_parts(result, concat_dim, comm->size());
@@ -101,18 +92,16 @@ ffi::Future all_to_all(ffi::Context context, Instance* instance, int32_t ordinal
       });
 }
 
-ffi::Future broadcast(ffi::Context context, Instance* instance, int32_t ordinal, Input x,
-                      Output out, int64_t axis, int64_t root) {
-  return collective("broadcast", {context, instance, ordinal}, axis, x, out,
+Call broadcast(int ordinal, Input x, Output out, int64_t axis, int64_t root) {
+  return collective("broadcast", ordinal, axis, x, out,
                     [root](const Comm& comm, const Tensor& mine, const Tensor& result) {
                       copy_unless_same(result, mine);
                       comm->broadcast(result, static_cast<int>(root), /*async_op=*/false);
                     });
 }
 
-ffi::Future permute(ffi::Context context, Instance* instance, int32_t ordinal, Input x, Output out,
-                    int64_t axis, ffi::Span<const int64_t> pairs) {
-  return collective("permute", {context, instance, ordinal}, axis, x, out,
+Call permute(int ordinal, Input x, Output out, int64_t axis, ffi::Span<const int64_t> pairs) {
+  return collective("permute", ordinal, axis, x, out,
                     [pairs = std::vector<int64_t>(pairs.begin(), pairs.end())](
                         const Comm& comm, const Tensor& mine, const Tensor& result) {
                       result.copy_(ops::permute(mine, pairs, comm->name()));
@@ -122,22 +111,19 @@ ffi::Future permute(ffi::Context context, Instance* instance, int32_t ordinal, I
 }  // namespace
 }  // namespace torch_overlap::jax
 
-#define TORCH_OVERLAP_JAX_BIND_COLLECTIVE()                                                     \
-  TORCH_OVERLAP_JAX_BIND().Arg<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>().Attr<int64_t>( \
-      "axis")
+#define TORCH_OVERLAP_JAX_COLLECTIVE(name, function, ...)                       \
+  TORCH_OVERLAP_JAX_HANDLER(                                                    \
+      name, torch_overlap::jax::Stages<&torch_overlap::jax::function>::execute, \
+      TORCH_OVERLAP_JAX_BIND(kExecute)                                          \
+          .Arg<xla::ffi::AnyBuffer>()                                           \
+          .Ret<xla::ffi::AnyBuffer>()                                           \
+          .Attr<int64_t>("axis") __VA_ARGS__)
 
-TORCH_OVERLAP_JAX_HANDLER(AllReduceHandler, torch_overlap::jax::all_reduce,
-                          TORCH_OVERLAP_JAX_BIND_COLLECTIVE().Attr<std::string_view>("op"))
-TORCH_OVERLAP_JAX_HANDLER(AllGatherHandler, torch_overlap::jax::all_gather,
-                          TORCH_OVERLAP_JAX_BIND_COLLECTIVE().Attr<int64_t>("dim"))
-TORCH_OVERLAP_JAX_HANDLER(
-    ReduceScatterHandler, torch_overlap::jax::reduce_scatter,
-    TORCH_OVERLAP_JAX_BIND_COLLECTIVE().Attr<int64_t>("dim").Attr<std::string_view>("op"))
-TORCH_OVERLAP_JAX_HANDLER(
-    AllToAllHandler, torch_overlap::jax::all_to_all,
-    TORCH_OVERLAP_JAX_BIND_COLLECTIVE().Attr<int64_t>("split_dim").Attr<int64_t>("concat_dim"))
-TORCH_OVERLAP_JAX_HANDLER(BroadcastHandler, torch_overlap::jax::broadcast,
-                          TORCH_OVERLAP_JAX_BIND_COLLECTIVE().Attr<int64_t>("root"))
-TORCH_OVERLAP_JAX_HANDLER(
-    PermuteHandler, torch_overlap::jax::permute,
-    TORCH_OVERLAP_JAX_BIND_COLLECTIVE().Attr<xla::ffi::Span<const int64_t>>("pairs"))
+TORCH_OVERLAP_JAX_COLLECTIVE(AllReduceHandler, all_reduce, .Attr<std::string_view>("op"))
+TORCH_OVERLAP_JAX_COLLECTIVE(AllGatherHandler, all_gather, .Attr<int64_t>("dim"))
+TORCH_OVERLAP_JAX_COLLECTIVE(ReduceScatterHandler, reduce_scatter,
+                             .Attr<int64_t>("dim").Attr<std::string_view>("op"))
+TORCH_OVERLAP_JAX_COLLECTIVE(AllToAllHandler, all_to_all,
+                             .Attr<int64_t>("split_dim").Attr<int64_t>("concat_dim"))
+TORCH_OVERLAP_JAX_COLLECTIVE(BroadcastHandler, broadcast, .Attr<int64_t>("root"))
+TORCH_OVERLAP_JAX_COLLECTIVE(PermuteHandler, permute, .Attr<xla::ffi::Span<const int64_t>>("pairs"))

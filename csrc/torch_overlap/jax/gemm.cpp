@@ -133,7 +133,7 @@ ffi::Future gemm(ffi::Context context, Instance* instance, int32_t ordinal, Inpu
 }  // namespace torch_overlap::jax
 
 TORCH_OVERLAP_JAX_HANDLER(GemmHandler, torch_overlap::jax::gemm,
-                          TORCH_OVERLAP_JAX_BIND()
+                          TORCH_OVERLAP_JAX_BIND(kExecute)
                               .Arg<xla::ffi::AnyBuffer>()  // lhs
                               .Arg<xla::ffi::AnyBuffer>()  // lhs_scale_inv
                               .Arg<xla::ffi::AnyBuffer>()  // rhs

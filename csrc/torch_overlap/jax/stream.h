@@ -15,7 +15,8 @@ class StreamScope {
 };
 
 // While the result lives, the stream of the call is torch's current one on this thread, and its
-// device the current device. Null on the CPU.
+// device the current device. If the stream is capturing, memory is allocated for the replays. Null
+// on the CPU.
 std::unique_ptr<StreamScope> enter_stream(const ffi::Context& context, c10::Device device);
 
 // Returns the device that runs the call: CPU if it has no stream.

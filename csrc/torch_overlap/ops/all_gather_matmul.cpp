@@ -11,22 +11,27 @@ namespace {
 
 constexpr std::string_view kAllGatherMatmul = AllGatherMatmul::kName;
 
-// Allocates products[i] = all_gather(x, gather_dim) weights[i]^T + biases[i], and the gathered x or
-// an empty tensor.
+// The memory of products[i] = all_gather(x, gather_dim) weights[i]^T + biases[i], and of the
+// gathered x or an empty tensor.
 AllGatherMatmul::Result allocate(const AllGatherMatmul& call, int64_t dim) {
   const auto& [x, weights, biases] = std::tie(call.x, call.weights, call.biases);
   check_weight_count(kAllGatherMatmul, weights.size(), biases.size());
+  static const AllGatherMatmul::Result kNone;
+  const auto& [given_products, given_rows] = call.into != nullptr ? *call.into : kNone;
   auto sizes = x.sym_sizes().vec();
   sizes[dim] *= call.group_size;
-  auto gathered =
-      call.return_gathered ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
+  auto gathered = call.return_gathered ? result_memory(kAllGatherMatmul, "the gathered x",
+                                                       given_rows, sizes, x.options())
+                                       : at::empty({0}, x.options());
   std::vector<Tensor> products;
   for (size_t i = 0; i < weights.size(); ++i) {
     check_weight(kAllGatherMatmul, x, weights[i], static_cast<int64_t>(i));
     sizes.back() = weights[i].sym_size(0);
     const auto bias = optional_at(biases, i);
     if (bias) check_bias(kAllGatherMatmul, x, *bias, weights[i], static_cast<int64_t>(i));
-    products.push_back(at::empty_symint(sizes, x.options()));
+    products.push_back(result_memory(kAllGatherMatmul, "a product",
+                                     i < given_products.size() ? given_products[i] : Tensor(),
+                                     sizes, x.options()));
   }
   return {std::move(products), std::move(gathered)};
 }
@@ -156,6 +161,12 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
 
 AllGatherMatmul::Result all_gather_matmul(const AllGatherMatmul& call) {
   return Operator<AllGatherMatmul>::dispatch(call);
+}
+
+void all_gather_matmul_into(AllGatherMatmul call, const AllGatherMatmul::Result& results) {
+  const BelowAutograd guard;
+  call.into = &results;
+  (void)all_gather_matmul_kernel(call);
 }
 
 TORCH_OVERLAP_OPERATOR(AllGatherMatmul, all_gather_matmul_kernel)

@@ -1,6 +1,7 @@
 #include "torch_overlap/ops/checks.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/movedim.h>
 
 #include <algorithm>
@@ -171,6 +172,22 @@ ReduceOp parse_reduction(std::string_view op, const at::Tensor& x, std::string_v
   }();
   check_reduction(op, x.scalar_type(), reduction);
   return reduction;
+}
+
+at::Tensor result_memory(std::string_view op, std::string_view name, const at::Tensor& given,
+                         c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
+  if (!given.defined() || (given.numel() == 0 && c10::multiply_integers(sizes) == 0)) {
+    return at::empty_symint(sizes, options);
+  }
+  TORCH_OVERLAP_CHECK(given.sym_sizes() == sizes, kValue, op, ": expected ", name, " of shape ",
+                      sizes, ", got ", given.sym_sizes(), ". Allocate it so.");
+  TORCH_OVERLAP_CHECK(
+      given.scalar_type() == options.dtype().toScalarType() && given.device() == options.device(),
+      kType, op, ": expected ", name, " of dtype ", options.dtype().toScalarType(), " on ",
+      options.device(), ", got ", given.scalar_type(), " on ", given.device(), ". Allocate it so.");
+  TORCH_OVERLAP_CHECK(given.is_contiguous(), kValue, op, ": expected ", name,
+                      " contiguous, got strides ", given.sym_strides(), ". Allocate it so.");
+  return given;
 }
 
 void check_no_overlap(std::string_view op, const at::Tensor& x) {

@@ -250,10 +250,14 @@ class ChoiceCache final : public CommAttachment {
 }  // namespace
 
 thread_local ExplainScope* explain_scope = nullptr;
+thread_local bool prepares_only = false;
 
 ExplainScope::ExplainScope() : outer_(std::exchange(explain_scope, this)) {}
 ExplainScope::~ExplainScope() { explain_scope = outer_; }
 ExplainScope* ExplainScope::current() { return explain_scope; }
+
+PrepareScope::PrepareScope() : outer_(std::exchange(prepares_only, true)) {}
+PrepareScope::~PrepareScope() { prepares_only = outer_; }
 
 bool is_shape_only(const at::Tensor& x) { return x.is_meta() && explain_scope == nullptr; }
 
@@ -266,12 +270,16 @@ std::optional<Algorithm> choose_algorithm(const OverlapProblem& problem, std::st
     scope->choice = choose(problem, asked, comm);
     return std::nullopt;
   }
-  if (asked && !can_be_unsupported(*asked)) return asked;
-  return ChoiceCache::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
-    if (check) check();
-    prepare(problem, asked, comm);
-    return choose(problem, asked, comm).algorithm;
-  });
+  if (asked && !can_be_unsupported(*asked)) {
+    return prepares_only ? std::nullopt : asked;
+  }
+  const auto chosen =
+      ChoiceCache::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
+        if (check) check();
+        prepare(problem, asked, comm);
+        return choose(problem, asked, comm).algorithm;
+      });
+  return prepares_only ? std::nullopt : std::optional(chosen);
 }
 
 std::optional<Algorithm> choose_forward(const OverlapProblem& problem, std::string_view algorithm,
@@ -283,7 +291,7 @@ std::optional<Algorithm> choose_forward(const OverlapProblem& problem, std::stri
                      kCaller};
     return std::nullopt;
   }
-  return Algorithm::sequential;
+  return prepares_only ? std::nullopt : std::optional(Algorithm::sequential);
 }
 
 bool is_worth_chunks(int64_t rows) { return rows >= kMinChunkRows; }

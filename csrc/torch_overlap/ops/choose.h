@@ -39,6 +39,19 @@ class TORCH_OVERLAP_API ExplainScope {
   ExplainScope* const outer_;
 };
 
+// While it lives, choose_algorithm() on this thread chooses, and creates what the algorithm needs
+// for eager and for captured calls, and the operators compute nothing. Collective.
+class TORCH_OVERLAP_API PrepareScope {
+ public:
+  PrepareScope();
+  ~PrepareScope();
+  PrepareScope(const PrepareScope&) = delete;
+  PrepareScope& operator=(const PrepareScope&) = delete;
+
+ private:
+  const bool outer_;
+};
+
 // True if a kernel is called for the shape and dtype of its results alone: on Meta tensors, unless
 // they stand for real ones in explain.
 bool is_shape_only(const at::Tensor& x);
@@ -49,8 +62,8 @@ bool is_shape_only(const at::Tensor& x);
 // if it uses channels that do not exist yet, or if the ranks have not exchanged their caches.
 // Throws kUnsupported if the requested algorithm cannot run. The communicator caches the result
 // until set_tuning() or until the capabilities of its channels change. `check`, if set, is called
-// before anything is sent; its exceptions propagate. Empty in an ExplainScope: the operator returns
-// without computing.
+// before anything is sent; its exceptions propagate. Empty in an ExplainScope or a PrepareScope: the
+// operator returns without computing.
 TORCH_OVERLAP_API std::optional<Algorithm> choose_algorithm(
     const OverlapProblem& problem, std::string_view algorithm,
     const std::shared_ptr<TorchComm>& comm, const std::function<void()>& check = {});

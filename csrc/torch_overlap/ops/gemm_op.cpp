@@ -230,21 +230,9 @@ Tensor gemm_result(const GemmOp& call, size_t index, c10::SymIntArrayRef sizes,
   const std::array<const Tensor*, 4> given{&std::get<0>(*call.into), &std::get<1>(*call.into),
                                            &std::get<2>(*call.into), &std::get<3>(*call.into)};
   const Tensor& result = *given.at(index);
-  const char* name = kNames.at(index);
-  const int64_t wanted = product(sizes).expect_int();
-  const int64_t got = result.defined() ? result.numel() : 0;
-  if (wanted == 0 && got == 0) return at::empty_symint(sizes, options);
-  TORCH_OVERLAP_CHECK(
-      got > 0 && result.sym_sizes() == sizes, kValue, op, ": expected ", name, " of shape ", sizes,
-      ", got ", result.defined() ? result.sym_sizes() : c10::SymIntArrayRef{}, ". Allocate it so.");
-  TORCH_OVERLAP_CHECK(
-      result.scalar_type() == options.dtype().toScalarType() && result.device() == options.device(),
-      kType, op, ": expected ", name, " of dtype ", options.dtype().toScalarType(), " on ",
-      options.device(), ", got ", result.scalar_type(), " on ", result.device(),
-      ". Allocate it so.");
-  TORCH_OVERLAP_CHECK(result.is_contiguous(), kValue, op, ": expected ", name,
-                      " contiguous, got strides ", result.sym_strides(), ". Allocate it so.");
-  return result;
+  // A result that the caller does not expect is none.
+  return result_memory(op, kNames.at(index), result.defined() ? result : at::empty({0}, options),
+                       sizes, options);
 }
 
 GemmResults empty_gemm_results(const GemmOp& call, std::string_view op) {

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::string_view kMatmulAllReduce = MatmulAllReduce::kName;
 
-// Allocates the sum (or mean) of all ranks' x weight^T, plus bias.
+// The memory of the sum (or mean) of all ranks' x weight^T, plus bias.
 Tensor allocate(const MatmulAllReduce& call) {
   check_group_size(kMatmulAllReduce, call.group_size);
   check_algorithm(kMatmulAllReduce, call.algorithm);
@@ -22,7 +22,8 @@ Tensor allocate(const MatmulAllReduce& call) {
   if (call.bias) check_bias(kMatmulAllReduce, call.x, *call.bias, call.weight);
   auto sizes = call.x.sym_sizes().vec();
   sizes.back() = call.weight.sym_size(0);
-  return at::empty_symint(sizes, call.x.options());
+  return result_memory(kMatmulAllReduce, "the result",
+                       call.into != nullptr ? *call.into : Tensor(), sizes, call.x.options());
 }
 
 Tensor matmul_all_reduce_kernel(const MatmulAllReduce& call) {
@@ -163,6 +164,12 @@ void MatmulAllReduce::backward(Backward<MatmulAllReduce>& pass) {
 
 Tensor matmul_all_reduce(const MatmulAllReduce& call) {
   return Operator<MatmulAllReduce>::dispatch(call);
+}
+
+void matmul_all_reduce_into(MatmulAllReduce call, const Tensor& result) {
+  const BelowAutograd guard;
+  call.into = &result;
+  (void)matmul_all_reduce_kernel(call);
 }
 
 TORCH_OVERLAP_OPERATOR(MatmulAllReduce, matmul_all_reduce_kernel)

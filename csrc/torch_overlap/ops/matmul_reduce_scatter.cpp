@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::string_view kMatmulReduceScatter = MatmulReduceScatter::kName;
 
-// Allocates this rank's part, along scatter_dim, of the sum (or mean) of all ranks' x weight^T,
+// The memory of this rank's part, along scatter_dim, of the sum (or mean) of all ranks' x weight^T,
 // plus bias.
 Tensor allocate(const MatmulReduceScatter& call, int64_t dim) {
   check_divisible(kMatmulReduceScatter, call.x, dim, call.group_size);
@@ -25,7 +25,8 @@ Tensor allocate(const MatmulReduceScatter& call, int64_t dim) {
   auto sizes = call.x.sym_sizes().vec();
   sizes[dim] = sizes[dim] / call.group_size;
   sizes.back() = call.weight.sym_size(0);
-  return at::empty_symint(sizes, call.x.options());
+  return result_memory(kMatmulReduceScatter, "the result",
+                       call.into != nullptr ? *call.into : Tensor(), sizes, call.x.options());
 }
 
 Tensor matmul_reduce_scatter_kernel(const MatmulReduceScatter& call) {
@@ -201,6 +202,12 @@ void MatmulReduceScatter::backward(Backward<MatmulReduceScatter>& pass) {
 
 Tensor matmul_reduce_scatter(const MatmulReduceScatter& call) {
   return Operator<MatmulReduceScatter>::dispatch(call);
+}
+
+void matmul_reduce_scatter_into(MatmulReduceScatter call, const Tensor& result) {
+  const BelowAutograd guard;
+  call.into = &result;
+  (void)matmul_reduce_scatter_kernel(call);
 }
 
 TORCH_OVERLAP_OPERATOR(MatmulReduceScatter, matmul_reduce_scatter_kernel)

@@ -65,6 +65,7 @@ struct AllGatherMatmul {
   bool return_gathered = false;
   std::string_view algorithm = "auto";
   MainGrads main_grads{};
+  const Result* into = nullptr;  // see all_gather_matmul_into()
 
   template <typename Self>
   static auto fields(Self& self) {
@@ -80,6 +81,10 @@ struct AllGatherMatmul {
   static void backward(Backward<AllGatherMatmul>& pass);
 };
 TORCH_OVERLAP_API AllGatherMatmul::Result all_gather_matmul(const AllGatherMatmul& call);
+// ..._into() compute the results into contiguous tensors of the caller, which have their sizes,
+// dtypes and device. They compute here: no dispatcher, no autograd.
+TORCH_OVERLAP_API void all_gather_matmul_into(AllGatherMatmul call,
+                                              const AllGatherMatmul::Result& results);
 
 struct MatmulReduceScatter {
   using Result = Tensor;
@@ -95,6 +100,7 @@ struct MatmulReduceScatter {
   // The backward pass starts the gather of this tensor along scatter_dim; see ops/regather.h.
   std::optional<Tensor> regather{};
   MainGrads main_grads{};
+  const Result* into = nullptr;
 
   template <typename Self>
   static auto fields(Self& self) {
@@ -108,6 +114,7 @@ struct MatmulReduceScatter {
   static void backward(Backward<MatmulReduceScatter>& pass);
 };
 TORCH_OVERLAP_API Tensor matmul_reduce_scatter(const MatmulReduceScatter& call);
+TORCH_OVERLAP_API void matmul_reduce_scatter_into(MatmulReduceScatter call, const Tensor& result);
 
 struct MatmulAllReduce {
   using Result = Tensor;
@@ -119,6 +126,7 @@ struct MatmulAllReduce {
   int64_t group_size = 1;
   std::string_view op = "sum";
   std::string_view algorithm = "auto";
+  const Result* into = nullptr;
 
   template <typename Self>
   static auto fields(Self& self) {
@@ -132,6 +140,7 @@ struct MatmulAllReduce {
   static void backward(Backward<MatmulAllReduce>& pass);
 };
 TORCH_OVERLAP_API Tensor matmul_all_reduce(const MatmulAllReduce& call);
+TORCH_OVERLAP_API void matmul_all_reduce_into(MatmulAllReduce call, const Tensor& result);
 
 struct AllReduceRmsNorm {
   using Result = std::tuple<Tensor, Tensor>;

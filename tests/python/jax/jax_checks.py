@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import json
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -331,6 +333,61 @@ def check_fp8_gather(mesh: Mesh, rng: np.random.Generator) -> None:
     sums = "float32" if mesh.devices.flat[0].platform == "cpu" else "float8"
     assert_close(f(spread(mesh, P(AXIS), x), spread(mesh, P(), w)), expected, sums)
     toj.destroy_comm_overlap_buffer(buffer["comm_overlap_id"])
+
+
+# --- Command buffers -------------------------------------------------------------------------------------------------
+
+
+def is_captured() -> bool:
+    """True if a call of this process was captured in a CUDA graph."""
+    recorder = importlib.import_module("torch_overlap.flight_recorder")
+    return any(entry.get("captured") for entry in json.loads(recorder.dump_json())["entries"])
+
+
+@check
+def check_replays(mesh: Mesh, rng: np.random.Generator) -> None:
+    """A program runs many times, on memory that changes place: on GPUs XLA captures it in a CUDA graph and replays it."""
+    n, on_gpu = mesh.shape[AXIS], mesh.devices.flat[0].platform == "gpu"
+    rows, k, hidden = (256 * n, 512, 128 * n) if on_gpu else (4 * n, 8, 4 * n)
+
+    def block(up: Any, down: Any, total: Any) -> Any:
+        def f(x: Any, w1: Any, w2: Any) -> Any:
+            hidden = jnp.tanh(up(x, w1))
+            out = x + down(hidden, w2)
+            return out / (1 + total(jnp.abs(out).sum(keepdims=True)) / out.size)
+
+        return mapped(mesh, (P(AXIS), P(None, AXIS), P(AXIS)), P(AXIS))(f)
+
+    lax = jax.lax
+    ours = block(
+        lambda x, w: toj.all_gather_matmul(x, w, AXIS),
+        lambda x, w: toj.matmul_reduce_scatter(x, w, AXIS),
+        lambda x: toj.all_reduce(x, AXIS),
+    )
+    plain = block(
+        lambda x, w: lax.all_gather(x, AXIS, tiled=True) @ w,
+        lambda x, w: lax.psum_scatter(x @ w, AXIS, tiled=True),
+        lambda x: lax.psum(x, AXIS),
+    )
+    weights = [(P(None, AXIS), (k, hidden)), (P(AXIS), (hidden, k))]
+    w1, w2 = (spread(mesh, spec, rng.standard_normal(shape) / shape[0] ** 0.5, jnp.float32) for spec, shape in weights)
+    xs = [spread(mesh, P(AXIS), rng.standard_normal((rows, k)), jnp.float32) for _ in range(7)]
+    largest = jax.jit(lambda error, a, b: jnp.maximum(error, jnp.abs(a - b).max()))
+    kept, error = [], jnp.zeros((), jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        for step in range(1000 if on_gpu else 20):
+            x = xs[step % len(xs)]
+            got = ours(x, w1, w2)
+            if not on_gpu:  # two programs in flight may use up XLA's threads for the devices of one process
+                got.block_until_ready()
+            expected = plain(x, w1, w2)
+            if not on_gpu:
+                expected.block_until_ready()
+            error = largest(error, got, expected)
+            kept = [*kept, got][-1 - step % 5 :]
+    assert float(error) < 2e-4, float(error)
+    if on_gpu:
+        assert is_captured()
 
 
 # --- Partitioned jit -------------------------------------------------------------------------------------------------

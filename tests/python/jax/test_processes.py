@@ -35,16 +35,23 @@ def test_checks(size, checks, seed):
 @pytest.mark.gpu(2)
 @pytest.mark.slow
 def test_checks_on_gpus(seed):
+    """XLA captures every call in a command buffer, also alone."""
     if gpu_ranks() < 2:
         pytest.skip("needs 2 GPUs")
-    run_processes(2, list(jax_checks.CHECKS), seed, JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    run_processes(
+        2,
+        list(jax_checks.CHECKS),
+        seed,
+        JAX_PLATFORMS="cuda",
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",
+        XLA_FLAGS="--xla_gpu_graph_min_graph_size=1",
+    )
 
 
 def run_processes(size, checks, seed, **environment):
     coordinator = f"127.0.0.1:{free_port()}"
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    env = os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": ""} | environment
     env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(FOLDER.parents[2]), env.get("PYTHONPATH", "")])
-    env.pop("XLA_FLAGS", None)
     ranks = [
         subprocess.Popen(
             [sys.executable, str(FOLDER / "process_rank.py"), coordinator, str(size), str(rank), str(seed), *checks],
