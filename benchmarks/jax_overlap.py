@@ -1,4 +1,4 @@
-"""Measures gather + product and product + reduce-scatter in JAX beside XLA's own ways and the same operators of PyTorch.
+"""Measures gather + product and product + reduce-scatter in JAX beside XLA's own ways and PyTorch's same operators.
 
     torchrun --nproc_per_node 4 benchmarks/jax_overlap.py --out benchmarks/results
 
@@ -17,7 +17,7 @@ import argparse
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ class Problem:
             )
 
 
-def measure(case: Case, ranks: Ranks, mesh: Mesh, rounds: int) -> dict[str, Any]:
+def measure(case: Case, ranks: Ranks, mesh: Mesh, rounds: int, without: Sequence[str]) -> dict[str, Any]:
     problem = Problem(case, ranks, mesh)
     replay = problem.in_torch()
     samplers: dict[str, Callable[[], float]] = {}
@@ -165,6 +165,8 @@ def measure(case: Case, ranks: Ranks, mesh: Mesh, rounds: int) -> dict[str, Any]
         return sample
 
     for name, compiled in problem.in_jax().items():
+        if name in without:
+            continue
         problem.check(name, compiled(problem.x, problem.w))
         samplers[name] = sampler(lambda compiled=compiled: compiled(problem.x, problem.w).block_until_ready())
     samplers["torch"] = sampler(replay)
@@ -174,8 +176,8 @@ def measure(case: Case, ranks: Ranks, mesh: Mesh, rounds: int) -> dict[str, Any]
     best = min(peers, key=lambda name: peers[name])
     over = [ours - theirs for ours, theirs in zip(samples["jax"], samples["torch"], strict=True)]
     return {
-        "op": case.op, "name": case.name, "shape": list(case.shape), "dtype": case.dtype, "tp": ranks.size, "mode": "jit",
-        "algorithm": "auto", "us": us["jax"], "iqr_us": spread_of(samples["jax"]).iqr, "peers": peers,
+        "op": case.op, "name": case.name, "shape": list(case.shape), "dtype": case.dtype, "tp": ranks.size,
+        "mode": "jit", "algorithm": "auto", "us": us["jax"], "iqr_us": spread_of(samples["jax"]).iqr, "peers": peers,
         "torch_us": us["torch"], "over_torch": spread_of(over).median,
         "ratio_torch": ratio_of(samples, "jax", "torch").median, "ratio_peer": ratio_of(samples, "jax", best).median,
     }  # fmt: skip
@@ -184,6 +186,7 @@ def measure(case: Case, ranks: Ranks, mesh: Mesh, rounds: int) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--without", default="", help="peers to leave out, separated by commas: windowed")
     parser.add_argument("--only", default="", help="names of the cases to measure, separated by commas; default: all")
     parser.add_argument("--out", type=Path, help="the folder of the result; default: it is only printed")
     args = parser.parse_args()
@@ -198,7 +201,7 @@ def main() -> None:
     for case in cases:
         if wanted and case.label not in wanted:
             continue
-        rows.append(measure(case, ranks, mesh, args.rounds))
+        rows.append(measure(case, ranks, mesh, args.rounds, args.without.split(",")))
         ranks.say(str(rows[-1]))
     if args.out and ranks.rank == 0:
         print(result.write(result.result("jax_overlap", rows, jax=jax.__version__), ranks.size, args.out))

@@ -20,7 +20,7 @@ ARROWS = {
     "mesh": "base",
     "spmd": "base common mesh comm overlap",
     "ops": "base common symm comm gemm overlap mesh spmd",
-    "jax": "base comm gemm overlap ops",
+    "jax": "base common comm gemm overlap ops",
     "python": "base common symm collectives comm gemm overlap mesh spmd ops",
 }
 CUDA_FOLDERS = {"cuda", "nccl", "cublaslt", "sm90"}

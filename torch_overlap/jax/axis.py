@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,13 +76,15 @@ def bootstrap(
         timeout: seconds that a rank waits for another one. Default: that of torch_overlap (TORCHCOMM_TIMEOUT_SECONDS).
 
     Raises:
-        ValueError: the mesh has no such axis, or no device of this process.
+        ValueError: the mesh has no such axis, or no device of this process; or XLA_FLAGS lets commands of a command
+            buffer run concurrently, in which calls of one axis would not keep their order.
         NotImplementedError: several devices in each of several processes, or several GPUs in one.
     """
     if axis not in mesh.axis_names:
         raise ValueError(
             f"bootstrap: expected axis to be one of {mesh.axis_names}, got {axis!r}. Name an axis of the mesh."
         )
+    _check_command_buffers(os.environ.get("XLA_FLAGS", ""))
     register_handlers()
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
     size = devices.shape[-1]
@@ -119,6 +123,14 @@ def bootstrap(
 
 
 _ids: list[int] = []
+
+
+def _check_command_buffers(xla_flags: str) -> None:
+    if re.search(r"--xla_gpu_command_buffer_scheduling_mode=CONCURRENT\b", xla_flags):
+        raise ValueError(
+            "bootstrap: expected XLA to keep the order of calls in command buffers, got "
+            "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT in XLA_FLAGS. Remove it, or use LHS or SERIALIZE."
+        )
 
 
 def _numbers(values: Sequence[int]) -> Any:

@@ -27,7 +27,7 @@ struct Caller {
   int ordinal;
 };
 
-// What a custom call computes, and the rank that does.
+// The computation of a custom call, and the rank that runs it.
 struct Call {
   DeviceRank rank;
   std::function<void()> body;
@@ -76,9 +76,9 @@ struct Stages<kBind> {
 }  // namespace torch_overlap::jax
 
 // Begins the binding of a stage, kExecute or kInitialize.
-#define TORCH_OVERLAP_JAX_BIND(stage)                             \
-  ::xla::ffi::Ffi::Bind<::xla::ffi::ExecutionStage::stage>()      \
-      .Ctx<::xla::ffi::Context>()                        \
+#define TORCH_OVERLAP_JAX_BIND(stage)                           \
+  ::xla::ffi::Ffi::Bind<::xla::ffi::ExecutionStage::stage>()    \
+      .Ctx<::xla::ffi::Context>()                               \
       .Ctx<::xla::ffi::State<::torch_overlap::jax::Instance>>() \
       .Ctx<::xla::ffi::DeviceOrdinal>()
 

@@ -111,13 +111,13 @@ Call permute(int ordinal, Input x, Output out, int64_t axis, ffi::Span<const int
 }  // namespace
 }  // namespace torch_overlap::jax
 
-#define TORCH_OVERLAP_JAX_COLLECTIVE(name, function, ...)                       \
-  TORCH_OVERLAP_JAX_HANDLER(                                                    \
-      name, torch_overlap::jax::Stages<&torch_overlap::jax::function>::execute, \
-      TORCH_OVERLAP_JAX_BIND(kExecute)                                          \
-          .Arg<xla::ffi::AnyBuffer>()                                           \
-          .Ret<xla::ffi::AnyBuffer>()                                           \
-          .Attr<int64_t>("axis") __VA_ARGS__)
+#define TORCH_OVERLAP_JAX_COLLECTIVE(name, function, ...)                                       \
+  TORCH_OVERLAP_JAX_HANDLER(name,                                                               \
+                            torch_overlap::jax::Stages<&torch_overlap::jax::function>::execute, \
+                            TORCH_OVERLAP_JAX_BIND(kExecute)                                    \
+                                .Arg<xla::ffi::AnyBuffer>()                                     \
+                                .Ret<xla::ffi::AnyBuffer>()                                     \
+                                .Attr<int64_t>("axis") __VA_ARGS__)
 
 TORCH_OVERLAP_JAX_COLLECTIVE(AllReduceHandler, all_reduce, .Attr<std::string_view>("op"))
 TORCH_OVERLAP_JAX_COLLECTIVE(AllGatherHandler, all_gather, .Attr<int64_t>("dim"))

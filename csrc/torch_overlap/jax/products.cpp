@@ -91,19 +91,18 @@ Call matmul_all_reduce(int ordinal, Input x, Input weight, Input bias, Output ou
       .Arg<xla::ffi::AnyBuffer>()             \
       .Arg<xla::ffi::AnyBuffer>()             \
       .Ret<xla::ffi::AnyBuffer>()
-#define TORCH_OVERLAP_JAX_PRODUCT(name, function, ...)                                          \
-  TORCH_OVERLAP_JAX_HANDLER(name##Handler,                                                      \
-                            torch_overlap::jax::Stages<&torch_overlap::jax::function>::execute, \
-                            TORCH_OVERLAP_JAX_BIND_PRODUCT(kExecute) __VA_ARGS__)               \
-  TORCH_OVERLAP_JAX_STAGE(name##Initializer,                                                    \
+#define TORCH_OVERLAP_JAX_PRODUCT(name, function, ...)                                           \
+  TORCH_OVERLAP_JAX_HANDLER(name##Handler,                                                       \
+                            torch_overlap::jax::Stages<&torch_overlap::jax::function>::execute,  \
+                            TORCH_OVERLAP_JAX_BIND_PRODUCT(kExecute) __VA_ARGS__)                \
+  TORCH_OVERLAP_JAX_STAGE(name##Initializer,                                                     \
                           torch_overlap::jax::Stages<&torch_overlap::jax::function>::initialize, \
                           TORCH_OVERLAP_JAX_BIND_PRODUCT(kInitialize) __VA_ARGS__)
 
-TORCH_OVERLAP_JAX_PRODUCT(AllGatherMatmul, all_gather_matmul,
-                          .Ret<xla::ffi::AnyBuffer>()
-                              .Attr<int64_t>("axis")
-                              .Attr<int64_t>("dim")
-                              .Attr<std::string_view>("algorithm"))
+TORCH_OVERLAP_JAX_PRODUCT(
+    AllGatherMatmul, all_gather_matmul,
+    .Ret<xla::ffi::AnyBuffer>().Attr<int64_t>("axis").Attr<int64_t>("dim").Attr<std::string_view>(
+        "algorithm"))
 TORCH_OVERLAP_JAX_PRODUCT(
     MatmulReduceScatter, matmul_reduce_scatter,
     .Attr<int64_t>("axis").Attr<int64_t>("dim").Attr<std::string_view>("algorithm"))

@@ -273,12 +273,11 @@ std::optional<Algorithm> choose_algorithm(const OverlapProblem& problem, std::st
   if (asked && !can_be_unsupported(*asked)) {
     return prepares_only ? std::nullopt : asked;
   }
-  const auto chosen =
-      ChoiceCache::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
-        if (check) check();
-        prepare(problem, asked, comm);
-        return choose(problem, asked, comm).algorithm;
-      });
+  const auto chosen = ChoiceCache::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
+    if (check) check();
+    prepare(problem, asked, comm);
+    return choose(problem, asked, comm).algorithm;
+  });
   return prepares_only ? std::nullopt : std::optional(chosen);
 }
 

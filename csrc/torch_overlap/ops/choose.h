@@ -62,8 +62,8 @@ bool is_shape_only(const at::Tensor& x);
 // if it uses channels that do not exist yet, or if the ranks have not exchanged their caches.
 // Throws kUnsupported if the requested algorithm cannot run. The communicator caches the result
 // until set_tuning() or until the capabilities of its channels change. `check`, if set, is called
-// before anything is sent; its exceptions propagate. Empty in an ExplainScope or a PrepareScope: the
-// operator returns without computing.
+// before anything is sent; its exceptions propagate. Empty in an ExplainScope or a PrepareScope:
+// the operator returns without computing.
 TORCH_OVERLAP_API std::optional<Algorithm> choose_algorithm(
     const OverlapProblem& problem, std::string_view algorithm,
     const std::shared_ptr<TorchComm>& comm, const std::function<void()>& check = {});

@@ -97,9 +97,9 @@ TEST(ProductsInto, RefuseResultsThatDoNotFit) {
     EXPECT_TRUE(contains(message(poisoned({6, 2, 2}, at::kDouble).permute({1, 2, 0})),
                          expected + "contiguous, got strides"));
     const ops::AllGatherMatmul::Result short_rows{std::vector<at::Tensor>(), poisoned({6})};
-    EXPECT_TRUE(contains(
-        error_of([&] { ops::all_gather_matmul_into(calls.gather, short_rows); }).what(),
-        "all_gather_matmul: expected the gathered x of shape [6, 4, 5], got [6]"));
+    EXPECT_TRUE(
+        contains(error_of([&] { ops::all_gather_matmul_into(calls.gather, short_rows); }).what(),
+                 "all_gather_matmul: expected the gathered x of shape [6, 4, 5], got [6]"));
   });
 }
 

@@ -346,7 +346,7 @@ def is_captured() -> bool:
 
 @check
 def check_replays(mesh: Mesh, rng: np.random.Generator) -> None:
-    """A program runs many times, on memory that changes place: on GPUs XLA captures it in a CUDA graph and replays it."""
+    """A program runs many times on memory that changes place: XLA on GPUs captures and replays it."""
     n, on_gpu = mesh.shape[AXIS], mesh.devices.flat[0].platform == "gpu"
     rows, k, hidden = (256 * n, 512, 128 * n) if on_gpu else (4 * n, 8, 4 * n)
 

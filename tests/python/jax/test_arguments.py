@@ -34,6 +34,12 @@ def test_bootstrap_names_the_axis(mesh):
         toj.all_reduce(jnp.ones(3), "dp")
 
 
+def test_concurrent_commands_are_refused(mesh, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT --xla_other=1")
+    with pytest.raises(ValueError, match=r"keep the order of calls .* Remove it, or use LHS or SERIALIZE"):
+        toj.bootstrap(mesh, "tp")
+
+
 def test_two_axes_of_one_process():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "mp"))
     axes = [toj.bootstrap(mesh, name, timeout=30) for name in mesh.axis_names]
