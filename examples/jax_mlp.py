@@ -81,7 +81,8 @@ def train(steps: int) -> list[tuple[float, float]]:
     for _ in range(steps):
         row = []
         for way, step in enumerate((overlapped, plain)):
-            states[way], loss = step(states[way], x, y)
+            # Two programs in flight may use up XLA's threads for the CPU devices of one process.
+            states[way], loss = jax.block_until_ready(step(states[way], x, y))
             row.append(float(loss))
         losses.append((row[0], row[1]))
     axis.close()

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import os
 import re
 import runpy
 from importlib import metadata
@@ -30,8 +31,8 @@ HANDLERS = (
     "MatmulReduceScatterHandler",
     "MatmulAllReduceHandler",
 )
-# Those that on GPUs make the memory of all their calls before XLA captures one.
-INITIALIZERS = {name: name.replace("Handler", "Initializer") for name in HANDLERS if "Matmul" in name}
+# "1" lets XLA capture calls in command buffers, which are CUDA graphs.
+COMMAND_BUFFERS = "TORCH_OVERLAP_JAX_COMMAND_BUFFERS"
 # By ErrorKind of csrc/torch_overlap/base/errors.h.
 _ERROR_CLASSES = (RuntimeError, ValueError, TypeError, TimeoutError, NotImplementedError, RuntimeError, RuntimeError)
 
@@ -181,12 +182,10 @@ def register_handlers() -> None:
         for platform in platforms:
             jax.ffi.register_ffi_type("torch_overlap.Instance", instance, platform=platform)
             for handler in HANDLERS:
-                stages = {
-                    "instantiate": capsule(_address(loaded.InstantiateHandler)),
-                    "execute": capsule(_address(getattr(loaded, handler))),
-                }
-                if platform == "CUDA" and handler in INITIALIZERS:
-                    stages["initialize"] = capsule(_address(getattr(loaded, INITIALIZERS[handler])))
+                symbols = {"instantiate": "InstantiateHandler", "execute": handler}
+                if platform == "CUDA" and os.environ.get(COMMAND_BUFFERS) == "1":
+                    symbols |= _captured_symbols(handler)
+                stages = {stage: capsule(_address(getattr(loaded, symbol))) for stage, symbol in symbols.items()}
                 jax.ffi.register_ffi_target(target_name(handler), stages, platform=platform)
     except Exception as error:
         version = running_ffi_version()
@@ -195,6 +194,14 @@ def register_handlers() -> None:
             f"for XLA FFI {_text(loaded.torch_overlap_jax_ffi_version())}, got: {error}; "
             "build torch_overlap again in this environment"
         ) from error
+
+
+def _captured_symbols(handler: str) -> dict[str, str]:
+    """Returns the functions of a handler that XLA may capture. Products make their memory before."""
+    if handler == "GemmHandler":
+        return {}
+    name = handler.removesuffix("Handler")
+    return {"execute": f"{name}CapturedHandler"} | ({"initialize": f"{name}Initializer"} if "Matmul" in name else {})
 
 
 def _address(function: Any) -> int | None:

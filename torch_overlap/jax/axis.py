@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from torch_overlap.jax._library import call, register_handlers
+from torch_overlap.jax._library import COMMAND_BUFFERS, call, register_handlers
 
 _ADDRESS_BYTES = 256
 _DEFAULT_STORE_TIMEOUT_MS = 600_000
@@ -76,15 +76,16 @@ def bootstrap(
         timeout: seconds that a rank waits for another one. Default: that of torch_overlap (TORCHCOMM_TIMEOUT_SECONDS).
 
     Raises:
-        ValueError: the mesh has no such axis, or no device of this process; or XLA_FLAGS lets commands of a command
-            buffer run concurrently, in which calls of one axis would not keep their order.
+        ValueError: the mesh has no such axis, or no device of this process; or calls may be captured, and XLA_FLAGS
+            lets commands of a command buffer run concurrently.
         NotImplementedError: several devices in each of several processes, or several GPUs in one.
     """
     if axis not in mesh.axis_names:
         raise ValueError(
             f"bootstrap: expected axis to be one of {mesh.axis_names}, got {axis!r}. Name an axis of the mesh."
         )
-    _check_command_buffers(os.environ.get("XLA_FLAGS", ""))
+    if os.environ.get(COMMAND_BUFFERS) == "1":
+        _check_command_buffers(os.environ.get("XLA_FLAGS", ""))
     register_handlers()
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
     size = devices.shape[-1]

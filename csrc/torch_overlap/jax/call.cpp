@@ -45,6 +45,18 @@ ffi::ErrorOr<std::unique_ptr<Instance>> instantiate(ffi::Dictionary attributes) 
   return instance;
 }
 
+// Runs the job, and tells XLA its end or its error.
+template <typename Job>
+void fulfil(ffi::Promise& promise, const Job& job) {
+  try {
+    job();
+  } catch (...) {
+    promise.SetError(to_ffi_error(std::current_exception()));
+    return;
+  }
+  promise.SetAvailable();
+}
+
 }  // namespace
 
 ffi::TypeId Instance::id = {};
@@ -71,26 +83,24 @@ ffi::Future failed(const std::exception_ptr& error) {
 ffi::Future run(const Caller& caller, const DeviceRank& rank, std::function<void()> body) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  const auto job = [promise, comm = rank.comm,
-                    body = std::move(body)](std::exception_ptr error) mutable {
-    try {
-      if (error) std::rethrow_exception(error);
-      const BelowDispatchGuard below;
-      const ActingRankGuard acting(comm);
-      body();
-    } catch (...) {
-      promise.SetError(to_ffi_error(std::current_exception()));
-      return;
-    }
-    promise.SetAvailable();
+  const auto act = [comm = rank.comm, body = std::move(body)] {
+    const BelowDispatchGuard below;
+    const ActingRankGuard acting(comm);
+    body();
   };
   if (rank.executor) {
-    rank.executor->submit(caller.instance->site, job);
+    rank.executor->submit(caller.instance->site, [act, promise](std::exception_ptr error) mutable {
+      fulfil(promise, [&] {
+        if (error) std::rethrow_exception(error);
+        act();
+      });
+    });
     return future;
   }
-  const auto stream = enter_stream(caller.context, rank.comm->device());
-  auto now = job;
-  now(nullptr);
+  fulfil(promise, [&] {
+    auto* const graphs = caller.addresses.empty() ? nullptr : caller.instance->graphs.get();
+    run_on_stream(caller.context, rank.comm->device(), act, graphs, caller.addresses);
+  });
   return future;
 }
 

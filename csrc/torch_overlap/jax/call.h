@@ -8,6 +8,7 @@
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/jax/ffi.h"
 #include "torch_overlap/jax/ranks.h"
+#include "torch_overlap/jax/stream.h"
 
 // The part that all handlers share. A handler binds its buffers to a Call; Stages makes of it the
 // functions that XLA calls.
@@ -18,6 +19,7 @@ struct Instance {
   static ffi::TypeId id;
   CallSite site;
   std::atomic<bool> is_prepared = false;
+  std::unique_ptr<CapturedGraphs> graphs = make_captured_graphs();
 };
 
 // The context that XLA passes to every handler.
@@ -25,6 +27,8 @@ struct Caller {
   ffi::Context context;
   const Instance* instance;
   int ordinal;
+  // Empty: the call is not captured.
+  Addresses addresses{};
 };
 
 // The computation of a custom call, and the rank that runs it.
@@ -55,6 +59,16 @@ ffi::Future guarded(const Begin& begin) {
 // where no memory can be shared. Collective; the programs of all ranks begin in one order.
 ffi::Error prepare(Instance& instance, const std::function<Call()>& bind);
 
+// Appends the address of an argument that is a buffer.
+inline void append_address(Addresses& addresses, const ffi::AnyBuffer& buffer) {
+  addresses.push_back(buffer.untyped_data());
+}
+inline void append_address(Addresses& addresses, ffi::Result<ffi::AnyBuffer> buffer) {
+  addresses.push_back(buffer->untyped_data());
+}
+template <typename T>
+void append_address(Addresses&, const T&) {}
+
 // The stages of a handler whose `kBind(ordinal, arguments...)` returns a Call.
 template <auto kBind>
 struct Stages;
@@ -63,8 +77,11 @@ struct Stages<kBind> {
   static ffi::Future execute(ffi::Context context, Instance* instance, int32_t ordinal,
                              Arguments... arguments) {
     return guarded([&] {
+      Addresses addresses;
+      (append_address(addresses, arguments), ...);
       Call call = kBind(ordinal, std::move(arguments)...);
-      return run({context, instance, ordinal}, call.rank, std::move(call.body));
+      return run({context, instance, ordinal, std::move(addresses)}, call.rank,
+                 std::move(call.body));
     });
   }
   static ffi::Error initialize(ffi::Context /*context*/, Instance* instance, int32_t ordinal,
@@ -86,6 +103,8 @@ struct Stages<kBind> {
 #define TORCH_OVERLAP_JAX_STAGE(name, ...)                                    \
   extern "C" TORCH_OVERLAP_API XLA_FFI_Error* name(XLA_FFI_CallFrame* frame); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, __VA_ARGS__);
-// The same for the stage that computes, which XLA may capture in CUDA graphs.
-#define TORCH_OVERLAP_JAX_HANDLER(name, function, binding) \
-  TORCH_OVERLAP_JAX_STAGE(name, function, binding, {::xla::ffi::Traits::kCmdBufferCompatible})
+// Those of the stage that computes: by itself, and for XLA to capture in CUDA graphs.
+#define TORCH_OVERLAP_JAX_HANDLER(name, function, binding)          \
+  TORCH_OVERLAP_JAX_STAGE(name##Handler, function, binding)         \
+  TORCH_OVERLAP_JAX_STAGE(name##CapturedHandler, function, binding, \
+                          {::xla::ffi::Traits::kCmdBufferCompatible})

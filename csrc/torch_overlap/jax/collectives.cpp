@@ -119,11 +119,11 @@ Call permute(int ordinal, Input x, Output out, int64_t axis, ffi::Span<const int
                                 .Ret<xla::ffi::AnyBuffer>()                                     \
                                 .Attr<int64_t>("axis") __VA_ARGS__)
 
-TORCH_OVERLAP_JAX_COLLECTIVE(AllReduceHandler, all_reduce, .Attr<std::string_view>("op"))
-TORCH_OVERLAP_JAX_COLLECTIVE(AllGatherHandler, all_gather, .Attr<int64_t>("dim"))
-TORCH_OVERLAP_JAX_COLLECTIVE(ReduceScatterHandler, reduce_scatter,
+TORCH_OVERLAP_JAX_COLLECTIVE(AllReduce, all_reduce, .Attr<std::string_view>("op"))
+TORCH_OVERLAP_JAX_COLLECTIVE(AllGather, all_gather, .Attr<int64_t>("dim"))
+TORCH_OVERLAP_JAX_COLLECTIVE(ReduceScatter, reduce_scatter,
                              .Attr<int64_t>("dim").Attr<std::string_view>("op"))
-TORCH_OVERLAP_JAX_COLLECTIVE(AllToAllHandler, all_to_all,
+TORCH_OVERLAP_JAX_COLLECTIVE(AllToAll, all_to_all,
                              .Attr<int64_t>("split_dim").Attr<int64_t>("concat_dim"))
-TORCH_OVERLAP_JAX_COLLECTIVE(BroadcastHandler, broadcast, .Attr<int64_t>("root"))
-TORCH_OVERLAP_JAX_COLLECTIVE(PermuteHandler, permute, .Attr<xla::ffi::Span<const int64_t>>("pairs"))
+TORCH_OVERLAP_JAX_COLLECTIVE(Broadcast, broadcast, .Attr<int64_t>("root"))
+TORCH_OVERLAP_JAX_COLLECTIVE(Permute, permute, .Attr<xla::ffi::Span<const int64_t>>("pairs"))

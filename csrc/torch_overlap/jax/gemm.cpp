@@ -119,9 +119,10 @@ ffi::Future gemm(ffi::Context context, Instance* instance, int32_t ordinal, Inpu
                    ops::gemm_into(call, results);
                  });
     }
-    const BelowDispatchGuard below;
-    const auto stream = enter_stream(context, device);
-    ops::gemm_into(call, results);
+    run_on_stream(context, device, [&] {
+      const BelowDispatchGuard below;
+      ops::gemm_into(call, results);
+    });
     ffi::Promise done;
     ffi::Future future(done);
     done.SetAvailable();
@@ -132,32 +133,32 @@ ffi::Future gemm(ffi::Context context, Instance* instance, int32_t ordinal, Inpu
 }  // namespace
 }  // namespace torch_overlap::jax
 
-TORCH_OVERLAP_JAX_HANDLER(GemmHandler, torch_overlap::jax::gemm,
-                          TORCH_OVERLAP_JAX_BIND(kExecute)
-                              .Arg<xla::ffi::AnyBuffer>()  // lhs
-                              .Arg<xla::ffi::AnyBuffer>()  // lhs_scale_inv
-                              .Arg<xla::ffi::AnyBuffer>()  // rhs
-                              .Arg<xla::ffi::AnyBuffer>()  // rhs_scale_inv
-                              .Arg<xla::ffi::AnyBuffer>()  // bias
-                              .Arg<xla::ffi::AnyBuffer>()  // gelu_input
-                              .Arg<xla::ffi::AnyBuffer>()  // aux_in
-                              .Ret<xla::ffi::AnyBuffer>()  // output
-                              .Ret<xla::ffi::AnyBuffer>()  // bias_grad
-                              .Ret<xla::ffi::AnyBuffer>()  // pre_gelu_out
-                              .Ret<xla::ffi::AnyBuffer>()  // aux_out
-                              .Ret<xla::ffi::AnyBuffer>()  // lhs_swizzled
-                              .Ret<xla::ffi::AnyBuffer>()  // rhs_swizzled
-                              .Ret<xla::ffi::AnyBuffer>()  // workspace
-                              .Attr<torch_overlap::ScalingMode>("scaling_mode")
-                              .Attr<torch_overlap::CommOverlapMethod>("comm_overlap_method")
-                              .Attr<torch_overlap::CommOverlapType>("comm_type")
-                              .Attr<int64_t>("comm_overlap_id")
-                              .Attr<int64_t>("lhs_axis_boundary")
-                              .Attr<int64_t>("rhs_axis_boundary")
-                              .Attr<int64_t>("aux_axis_boundary")
-                              .Attr<bool>("lhs_transposed")
-                              .Attr<bool>("rhs_transposed")
-                              .Attr<bool>("fuse_bias")
-                              .Attr<bool>("fuse_gelu")
-                              .Attr<bool>("grad")
-                              .Attr<bool>("use_split_accumulator"))
+TORCH_OVERLAP_JAX_STAGE(GemmHandler, torch_overlap::jax::gemm,
+                        TORCH_OVERLAP_JAX_BIND(kExecute)
+                            .Arg<xla::ffi::AnyBuffer>()  // lhs
+                            .Arg<xla::ffi::AnyBuffer>()  // lhs_scale_inv
+                            .Arg<xla::ffi::AnyBuffer>()  // rhs
+                            .Arg<xla::ffi::AnyBuffer>()  // rhs_scale_inv
+                            .Arg<xla::ffi::AnyBuffer>()  // bias
+                            .Arg<xla::ffi::AnyBuffer>()  // gelu_input
+                            .Arg<xla::ffi::AnyBuffer>()  // aux_in
+                            .Ret<xla::ffi::AnyBuffer>()  // output
+                            .Ret<xla::ffi::AnyBuffer>()  // bias_grad
+                            .Ret<xla::ffi::AnyBuffer>()  // pre_gelu_out
+                            .Ret<xla::ffi::AnyBuffer>()  // aux_out
+                            .Ret<xla::ffi::AnyBuffer>()  // lhs_swizzled
+                            .Ret<xla::ffi::AnyBuffer>()  // rhs_swizzled
+                            .Ret<xla::ffi::AnyBuffer>()  // workspace
+                            .Attr<torch_overlap::ScalingMode>("scaling_mode")
+                            .Attr<torch_overlap::CommOverlapMethod>("comm_overlap_method")
+                            .Attr<torch_overlap::CommOverlapType>("comm_type")
+                            .Attr<int64_t>("comm_overlap_id")
+                            .Attr<int64_t>("lhs_axis_boundary")
+                            .Attr<int64_t>("rhs_axis_boundary")
+                            .Attr<int64_t>("aux_axis_boundary")
+                            .Attr<bool>("lhs_transposed")
+                            .Attr<bool>("rhs_transposed")
+                            .Attr<bool>("fuse_bias")
+                            .Attr<bool>("fuse_gelu")
+                            .Attr<bool>("grad")
+                            .Attr<bool>("use_split_accumulator"))

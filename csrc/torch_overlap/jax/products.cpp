@@ -92,7 +92,7 @@ Call matmul_all_reduce(int ordinal, Input x, Input weight, Input bias, Output ou
       .Arg<xla::ffi::AnyBuffer>()             \
       .Ret<xla::ffi::AnyBuffer>()
 #define TORCH_OVERLAP_JAX_PRODUCT(name, function, ...)                                           \
-  TORCH_OVERLAP_JAX_HANDLER(name##Handler,                                                       \
+  TORCH_OVERLAP_JAX_HANDLER(name,                                                                \
                             torch_overlap::jax::Stages<&torch_overlap::jax::function>::execute,  \
                             TORCH_OVERLAP_JAX_BIND_PRODUCT(kExecute) __VA_ARGS__)                \
   TORCH_OVERLAP_JAX_STAGE(name##Initializer,                                                     \

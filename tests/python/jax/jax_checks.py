@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -387,7 +388,7 @@ def check_replays(mesh: Mesh, rng: np.random.Generator) -> None:
             kept = [*kept, got][-1 - step % 5 :]
     assert float(error) < 2e-4, float(error)
     if on_gpu:
-        assert is_captured()
+        assert is_captured() == (os.environ["TORCH_OVERLAP_JAX_COMMAND_BUFFERS"] == "1")
 
 
 # --- Partitioned jit -------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ def test_bootstrap_names_the_axis(mesh):
 
 
 def test_concurrent_commands_are_refused(mesh, monkeypatch):
+    monkeypatch.setenv("TORCH_OVERLAP_JAX_COMMAND_BUFFERS", "1")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT --xla_other=1")
     with pytest.raises(ValueError, match=r"keep the order of calls .* Remove it, or use LHS or SERIALIZE"):
         toj.bootstrap(mesh, "tp")

@@ -34,8 +34,9 @@ def test_checks(size, checks, seed):
 
 @pytest.mark.gpu(2)
 @pytest.mark.slow
-def test_checks_on_gpus(seed):
-    """XLA captures every call in a command buffer, also alone."""
+@pytest.mark.parametrize("captured", ["0", "1"])
+def test_checks_on_gpus(seed, captured):
+    """Also with every call in a command buffer, alone or with others."""
     if gpu_ranks() < 2:
         pytest.skip("needs 2 GPUs")
     run_processes(
@@ -45,6 +46,7 @@ def test_checks_on_gpus(seed):
         JAX_PLATFORMS="cuda",
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
         XLA_FLAGS="--xla_gpu_graph_min_graph_size=1",
+        TORCH_OVERLAP_JAX_COMMAND_BUFFERS=captured,
     )
 
 

@@ -4,7 +4,12 @@
 
 namespace torch_overlap::jax {
 
-std::unique_ptr<StreamScope> enter_stream(const ffi::Context&, c10::Device) { return nullptr; }
+std::unique_ptr<CapturedGraphs> make_captured_graphs() { return nullptr; }
+
+void run_on_stream(const ffi::Context&, c10::Device, const std::function<void()>& body,
+                   CapturedGraphs*, const Addresses&) {
+  body();
+}
 
 c10::Device stream_device(const ffi::Context&, int) { return {c10::kCPU}; }
 

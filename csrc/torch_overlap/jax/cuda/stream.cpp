@@ -6,11 +6,18 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <optional>
+#include <algorithm>
+#include <exception>
+#include <list>
+#include <mutex>
 #include <thread>
+#include <utility>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/common/capture.h"
+#include "torch_overlap/common/cuda/capture.h"
+#include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/common/cuda/compat.h"
 
 namespace torch_overlap::jax {
 namespace {
@@ -39,25 +46,103 @@ class CapturedMemory {
   c10::DeviceIndex device_;
 };
 
-class CudaStreamScope final : public StreamScope {
+// The stream on which this thread captures: no other work may be on it.
+cudaStream_t capture_stream() {
+  static thread_local const cudaStream_t stream = [] {
+    const cuda::RelaxedCapture relaxed;
+    cudaStream_t made = nullptr;
+    cuda::check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreate");
+    return made;
+  }();
+  return stream;
+}
+
+cudaGraph_t capture(c10::DeviceIndex device, const std::function<void()>& body) {
+  const cudaStream_t stream = capture_stream();
+  cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal),
+              "cudaStreamBeginCapture");
+  std::exception_ptr error;
+  try {
+    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(stream, device));
+    const CapturedMemory memory(device);
+    body();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  cudaGraph_t graph = nullptr;
+  const auto status = cudaStreamEndCapture(stream, &graph);
+  if (error) {
+    if (status == cudaSuccess) (void)cudaGraphDestroy(graph);
+    (void)cudaGetLastError();
+    std::rethrow_exception(error);
+  }
+  cuda::check(status, "cudaStreamEndCapture");
+  return graph;
+}
+
+// Makes `graph` the next node of the graph that is being captured on `stream`.
+void append(cudaStream_t stream, cudaGraph_t graph) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  cudaGraph_t captured = nullptr;
+  const cudaGraphNode_t* nodes = nullptr;
+  const cudaGraphEdgeData* edges = nullptr;
+  size_t count = 0;
+  cuda::check(
+      cuda::compat::stream_capture_info(stream, &status, &id, &captured, &nodes, &edges, &count),
+      "cudaStreamGetCaptureInfo");
+  cudaGraphNode_t node = nullptr;
+  cuda::check(cudaGraphAddChildGraphNode(&node, captured, nodes, count, graph),
+              "cudaGraphAddChildGraphNode");
+  cuda::check(cuda::compat::stream_set_capture_dependencies(stream, &node, nullptr, 1),
+              "cudaStreamUpdateCaptureDependencies");
+}
+
+// XLA's command buffer has the graph that was appended last, and those used before it go first.
+class CudaGraphs final : public CapturedGraphs {
  public:
-  explicit CudaStreamScope(c10::cuda::CUDAStream stream) : guard_(stream) {
-    if (is_capturing(stream.device())) captured_memory_.emplace(stream.device_index());
+  CudaGraphs() = default;
+  ~CudaGraphs() override {
+    for (const auto& [addresses, graph] : kept_) (void)cudaGraphDestroy(graph);
+  }
+  CudaGraphs(const CudaGraphs&) = delete;
+  CudaGraphs& operator=(const CudaGraphs&) = delete;
+
+  void append_to(cudaStream_t stream, c10::DeviceIndex device, const Addresses& addresses,
+                 const std::function<void()>& body) {
+    constexpr size_t kMaxGraphs = 16;
+    const std::lock_guard lock(mutex_);
+    const auto found =
+        std::ranges::find(kept_, addresses, &std::pair<Addresses, cudaGraph_t>::first);
+    if (found == kept_.end()) {
+      kept_.emplace_front(addresses, capture(device, body));
+    } else {
+      kept_.splice(kept_.begin(), kept_, found);
+    }
+    append(stream, kept_.front().second);
+    if (kept_.size() <= kMaxGraphs) return;
+    (void)cudaGraphDestroy(kept_.back().second);
+    kept_.pop_back();
   }
 
  private:
-  c10::cuda::CUDAStreamGuard guard_;
-  std::optional<CapturedMemory> captured_memory_;
+  std::mutex mutex_;
+  std::list<std::pair<Addresses, cudaGraph_t>> kept_;  // the latest first
 };
 
 }  // namespace
 
-std::unique_ptr<StreamScope> enter_stream(const ffi::Context& context, c10::Device device) {
-  if (!device.is_cuda()) return nullptr;
+std::unique_ptr<CapturedGraphs> make_captured_graphs() { return std::make_unique<CudaGraphs>(); }
+
+void run_on_stream(const ffi::Context& context, c10::Device device,
+                   const std::function<void()>& body, CapturedGraphs* graphs,
+                   const Addresses& addresses) {
+  if (!device.is_cuda()) return body();
   const auto stream = context.get<ffi::PlatformStream<cudaStream_t>>();
   if (!stream.has_value()) fail(ErrorKind::kRuntime, stream.error().message());
-  return std::make_unique<CudaStreamScope>(
-      c10::cuda::getStreamFromExternal(*stream, device.index()));
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(*stream, device.index()));
+  if (graphs == nullptr || !is_capturing(device)) return body();
+  static_cast<CudaGraphs*>(graphs)->append_to(*stream, device.index(), addresses, body);
 }
 
 c10::Device stream_device(const ffi::Context& context, int ordinal) {
