@@ -195,7 +195,7 @@ sanitize-gpu: build
 
 # Tests with models of transformers and PEFT, which `make test` skips where those are not installed.
 test-frameworks: build $(if $(PYTHON),,.venv/.frameworks)
-	HF_HUB_OFFLINE=1 $(PY) -m pytest $(patsubst %,tests/python/nn/test_%.py,pretrained styles lora) \
+	HF_HUB_OFFLINE=1 $(PY) -m pytest $(patsubst %,tests/python/nn/test_%.py,pretrained pretrained_hybrids styles lora) \
 	  tests/python/compat/test_megatron.py tests/python/compat/test_trainer_loop.py \
 	  tests/python/examples/test_decode_llama.py \
 	  -k 'transformers or pretrained or lora or megatron or trainer_loop' \

@@ -217,20 +217,24 @@ def layouts(module: nn.Module) -> Iterator[tuple[str, nn.Module, ParameterLayout
 
 
 class _LocalForward(nn.Module):
-    """The mixin of `compute_locally`: during forward the module's own parameters are plain tensors."""
+    """The mixin of `compute_locally`: during forward the parameters that it reads are plain tensors."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if vars(self).get(_IS_LOCAL):  # called by its own forward
             return super().forward(*args, **kwargs)
-        own = {name: p for name, p in self._parameters.items() if p is not None}
+        # Attention of torch reads the parameters of a child, without a call of it.
+        readable = [self, self.out_proj] if isinstance(self, nn.MultiheadAttention) else [self]
+        own = [(module, {name: p for name, p in module._parameters.items() if p is not None}) for module in readable]
         try:
             vars(self)[_IS_LOCAL] = True
-            for name in own:
-                self._parameters[name] = local_parameter(self, name)  # type: ignore[assignment]
+            for module, parameters in own:
+                for name in parameters:
+                    module._parameters[name] = local_parameter(module, name)  # type: ignore[assignment]
             return super().forward(*args, **kwargs)
         finally:
             vars(self)[_IS_LOCAL] = False
-            self._parameters.update(own)
+            for module, parameters in own:
+                module._parameters.update(parameters)
 
 
 _local_classes: dict[type[nn.Module], type[nn.Module]] = {}

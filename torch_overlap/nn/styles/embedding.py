@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_overlap import ops
+from torch_overlap._C import StateError, TorchComm
 from torch_overlap.nn.layout import ParameterLayout, comm_of, compute_locally, replace_parameter, set_layout
 from torch_overlap.nn.styles.base import Style
 
 _FOREIGN = "_foreign_tokens"  # of a module: during its forward, True for tokens of other ranks
+_COMPARED = "_compared_tokens"  # of a module: number of forward passes whose tokens were compared
+_COMPARISONS = 3
 
 
 class VocabularyParallel(Style):
     """Splits the rows of an nn.Embedding, or of a subclass that scales its result, over the ranks.
 
     Each rank looks up the tokens of its part, and the ranks' results are summed. The result is whole on every rank, as
-    its gradient must be. A head that is tied to the embedding stays tied under `ColumnParallel`.
+    its gradient must be. A head that is tied to the embedding stays tied under `ColumnParallel`. All ranks must pass
+    the same tokens: the first eager forward passes compare them.
 
     Raises:
         TypeError: not an nn.Embedding.
+        StateError: in forward, on all ranks, if they pass different tokens.
         ValueError: the number of ranks does not divide the vocabulary; an embedding with max_norm, scale_grad_by_freq
             or sparse gradients.
     """
@@ -65,6 +71,7 @@ class VocabularyParallel(Style):
         # The hooks use the module that they are passed: copy.deepcopy shares them with its copy.
         def to_own(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tokens = args[0] if args else kwargs["input"]
+            _expect_same_tokens(module, tokens, comm)
             own = tokens - first
             # A token outside of the vocabulary stays so, and the lookup raises.
             outside = ((own < 0) | (own >= rows)) & (tokens >= 0) & (tokens < rows * size)
@@ -82,3 +89,22 @@ class VocabularyParallel(Style):
         embedding.register_forward_hook(restore, always_call=True)
         embedding.register_forward_hook(add)
         return module
+
+
+@torch.no_grad()
+def _expect_same_tokens(module: nn.Module, tokens: Tensor, comm: TorchComm) -> None:
+    """Compares the tokens of the ranks in the first forward passes: other ones on one rank give wrong values on all."""
+    compared = vars(module).get(_COMPARED, 0)
+    if compared >= _COMPARISONS or torch.compiler.is_compiling():
+        return
+    if tokens.is_meta or (tokens.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    vars(module)[_COMPARED] = compared + 1
+    flat = tokens.flatten().long()
+    places = torch.arange(1, flat.numel() + 1, device=flat.device)
+    mine = torch.stack([torch.tensor(flat.numel(), device=flat.device), flat.sum(), (flat * places).sum()])
+    largest, smallest = ops.all_reduce(torch.stack([mine, -mine]), comm, "max")
+    if not torch.equal(largest, -smallest):
+        raise StateError(f"forward: expected the same tokens on all {comm.get_size()} ranks that share an embedding, "
+                         f"got others on some (from {-int(smallest[0])} to {int(largest[0])} tokens). Give all of them "
+                         "the same batch, and seed what samples tokens alike.")  # fmt: skip

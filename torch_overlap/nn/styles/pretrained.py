@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch.nn.functional as F
@@ -58,6 +60,14 @@ class ParallelLoss(Style):
         return module
 
 
+def _expect_causal_loss(model: Any) -> None:
+    """Refuses a model whose loss is not that of ParallelLoss: a masked one, for example, does not shift the labels."""
+    name = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+    if name != "ForCausalLMLoss":
+        raise ValueError(f"plan_for: expected {type(model).__name__} to have the loss ForCausalLMLoss of transformers "
+                         f"with gather_logits=False, got {name}. Use gather_logits=True.")  # fmt: skip
+
+
 class Plan(dict[str, ParallelStyle]):
     """A plan, and `notes`: sentences that say what was decided."""
 
@@ -100,9 +110,9 @@ def plan_for(
         options: algorithm, require_fused, keep_gathered and fp8 of the linear layers.
 
     Raises:
-        TypeError: the model has no tp_plan.
+        TypeError: the model has no tp_plan, or no input embedding.
         ValueError: the tp_plan has a rule that no style serves, or with sequence_parallel a module that may or may not
-            work on rows of its own.
+            work on rows of its own; gather_logits=False and a loss that is not that of causal language models.
     """
     prefix = peft_prefix(model)
     if prefix:
@@ -129,7 +139,11 @@ class _Planner:
         self.plan = Plan()
 
     def make(self) -> Plan:
-        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        try:
+            head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        except NotImplementedError as error:
+            raise TypeError(f"plan_for: expected a model with an input embedding of tokens, got "
+                            f"{type(self.model).__name__}. Write a plan by hand.") from error  # fmt: skip
         ends = {name: m for name, m in self.modules.items() if m is head or m is embedding}
         self._expect_rules()
         if self.sequence_parallel:
@@ -165,28 +179,41 @@ class _Planner:
             if parent in self.plan:
                 raise ValueError(f"plan_for: expected projections of one kind in '{parent}', got some with gathered "
                                  "outputs and some without. Write a plan by hand.")  # fmt: skip
-            _, example = next(matching_modules(self.model, parent))
-            self.plan[parent] = SharedGather(
-                *children, argument=_first_argument(example), gather_output=gathers,
-                multiple_of=1 if gathers else int(getattr(example, "head_dim", 1)), **self.options,
-            )  # fmt: skip
+            for name, names, modules in self._alike(parent, children):
+                self.plan[name] = SharedGather(
+                    *names, argument=_first_argument(modules[0]), gather_output=gathers,
+                    multiple_of=1 if gathers else math.lcm(*map(_head_size, modules)), **self.options,
+                )  # fmt: skip
+
+    def _alike(self, parent: str, children: list[str]) -> Iterator[tuple[str, list[str], list[nn.Module]]]:
+        """Yields the modules of a pattern with those of the children that they have: under the pattern if all have all,
+        else each under its name. Layers that share keys and values lack the projections of these."""
+        found = [(name, module, [child for child in children if getattr(module, child, None) is not None])
+                 for name, module in matching_modules(self.model, parent)]  # fmt: skip
+        if all(own == children for _, _, own in found):
+            yield parent, children, [module for _, module, _ in found]
+            return
+        for name, module, own in found:
+            if own:
+                yield name, own, [module]
 
     def _expect_rules(self) -> None:
         """Refuses parameters without a rule beside split projections: each rank would have a part of their gradient."""
         split = {rule.rpartition(".")[0] for rule, word in self.rules.items() if word in ("colwise", "rowwise")}
         for parent in sorted(split - {""}):
-            _, module = next(matching_modules(self.model, parent), ("", None))
-            if module is None:
+            for _, module in matching_modules(self.model, parent):
+                self._expect_rules_in(parent, module)
+
+    def _expect_rules_in(self, parent: str, module: nn.Module) -> None:
+        inner = inner_modules(module)
+        for name, child in module.named_modules():
+            pattern = f"{parent}.{name}" if name else parent
+            if name in inner or (name and pattern in self.rules):
                 continue
-            inner = inner_modules(module)
-            for name, child in module.named_modules():
-                pattern = f"{parent}.{name}" if name else parent
-                if name in inner or (name and pattern in self.rules):
-                    continue
-                for parameter, _ in child.named_parameters(recurse=False):
-                    raise ValueError(f"plan_for: expected a rule in the tp_plan of {type(self.model).__name__} for "
-                                     f"'{pattern}', which works beside split projections, got none for its "
-                                     f"'{parameter}'. Write a plan by hand.")  # fmt: skip
+            for parameter, _ in child.named_parameters(recurse=False):
+                raise ValueError(f"plan_for: expected a rule in the tp_plan of {type(self.model).__name__} for "
+                                 f"'{pattern}', which works beside split projections, got none for its "
+                                 f"'{parameter}'. Write a plan by hand.")  # fmt: skip
 
     def _row_options(self) -> dict[str, Any]:
         return {name: value for name, value in self.options.items() if name != "keep_gathered"}
@@ -203,6 +230,7 @@ class _Planner:
                 head_options = {**self._row_options(), "sequence_parallel": False}
                 self.plan[name] = ColumnParallel(gather_output=self.gather_logits, **head_options)
                 if not self.gather_logits:
+                    _expect_causal_loss(self.model)
                     self.plan[""] = ParallelLoss()
         if tied:
             self.plan.notes.append("the head stays tied to the embedding")
@@ -216,36 +244,50 @@ class _Planner:
         (path,) = layers
         first = self.modules[f"{path}.0"]
         self.plan[f"{path}.0"] = ShardInput(argument=_first_argument(first))
-        inner = inner_modules(first)
-        for name, module in first.named_modules():
-            if not name and any(True for _ in module.parameters(recurse=False)):
-                raise ValueError(f"plan_for: expected no parameters of the layers of {type(self.model).__name__} "
-                                 "themselves, got some. Use sequence_parallel=False, or write a plan by "
-                                 "hand.")  # fmt: skip
-            has_rule = name in inner or f"{path}.*.{name}" in self.rules
-            if has_rule or not any(True for _ in module.parameters(recurse=False)):
-                continue
-            if "." in name or isinstance(module, nn.Linear):
-                if self._is_replicated(f"{path}.*.{name}"):
-                    continue
-                raise ValueError(f"plan_for: expected a rule for '{name}' ({type(module).__name__}) of the layers of "
-                                 f"{type(self.model).__name__}, or a norm of the layer itself, got none. Use "
-                                 "sequence_parallel=False, or write a plan by hand.")  # fmt: skip
-            self.plan[f"{path}.*.{name}"] = SequenceParallel()
+        for _, layer in matching_modules(self.model, f"{path}.*"):
+            self._split_layer(path, layer)
         base = path.rpartition(".")[0]
         others = [name for name, module in self.modules.items()
-                  if name not in ends and name.rpartition(".")[0] == base and name != path
+                  if name and name not in ends and name.rpartition(".")[0] == base and name != path
                   and any(True for _ in module.parameters())]  # fmt: skip
         if len(others) != 1:
             raise ValueError(f"plan_for: expected one norm after the layers of {type(self.model).__name__}, got "
                              f"{others}. Use sequence_parallel=False, or write a plan by hand.")  # fmt: skip
         self.plan[others[0]] = GatherSequence()
 
+    def _split_layer(self, path: str, layer: nn.Module) -> None:
+        """Marks the norms of a layer. What else it has without a rule may mix the rows of the sequence."""
+        inner = inner_modules(layer)
+        for name, module in layer.named_modules():
+            if not name and any(True for _ in module.parameters(recurse=False)):
+                raise ValueError(f"plan_for: expected no parameters of the layers of {type(self.model).__name__} "
+                                 "themselves, got some. Use sequence_parallel=False, or write a plan by "
+                                 "hand.")  # fmt: skip
+            pattern = f"{path}.*.{name}"
+            has_rule = name in inner or pattern in self.rules
+            if has_rule or not any(True for _ in module.parameters(recurse=False)):
+                continue
+            if "." in name or not _is_norm(module):
+                if self._is_replicated(pattern):
+                    continue
+                raise ValueError(f"plan_for: expected a rule for '{name}' ({type(module).__name__}) of the layers of "
+                                 f"{type(self.model).__name__}, or a norm of the layer itself, got none. Use "
+                                 "sequence_parallel=False, or write a plan by hand.")  # fmt: skip
+            self.plan[pattern] = SequenceParallel()
+
     def _is_replicated(self, pattern: str) -> bool:
         """Returns True for a module after a gathered output, as a norm of all heads: every rank computes all of it."""
         parent = pattern.rpartition(".")[0]
         words = {word for rule, word in self.rules.items() if rule.rpartition(".")[0] == parent}
         return words == {"colwise_gather_output", "rowwise_split_input"}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and all(p.dim() == 1 for p in module.parameters())
+
+
+def _head_size(attention: nn.Module) -> int:
+    return int(getattr(attention, "head_dim", getattr(attention, "head_size", 1)))
 
 
 def _first_argument(module: nn.Module) -> str:
