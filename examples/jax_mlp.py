@@ -100,7 +100,7 @@ def run(steps: int) -> None:
     for ours, theirs in losses:
         if abs(ours - theirs) > 1e-5 * abs(theirs):
             sys.exit(f"the losses differ: {ours} and {theirs}")
-    if losses[-1][0] >= losses[0][0]:
+    if len(losses) > 1 and losses[-1][0] >= losses[0][0]:
         sys.exit("the loss did not fall")
 
 
@@ -124,11 +124,19 @@ def main() -> None:
     parser.add_argument("--size", type=int)
     parser.add_argument("--rank", type=int)
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"expected --steps from 1, got {options.steps}")
+    for name, count in (("--devices", options.devices), ("--processes", options.processes)):
+        if count < 1 or TOKENS % count or HIDDEN % count:
+            parser.error(f"expected {name} to divide {TOKENS} tokens and {HIDDEN} features, got {count}")
+    if (options.coordinator is None) != (options.size is None) or (options.size is None) != (options.rank is None):
+        parser.error("expected --coordinator, --size and --rank together")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if options.processes > 1:
         return start_processes(options.processes, options.steps)
     if options.coordinator is None:
-        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.devices}"
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={options.devices}"
     else:
         import jax
 

@@ -25,6 +25,32 @@ def none(dtype: Any = jnp.float32) -> Array:
     return jnp.zeros((0,), dtype)
 
 
+def varying(axis: str | None, *arrays: Array) -> tuple[Array, ...]:
+    """Returns the arrays as shard_map with check_vma=True must see operands: all vary over `axis`, and over what others
+    do. Elsewhere they stay as they are."""
+    axes = set().union(*map(_varying_axes, arrays))
+    if axis is not None and is_in_shard_map(axis):
+        axes.add(axis)
+    missing = [tuple(sorted(axes - _varying_axes(x))) for x in arrays]
+    return tuple(
+        jax.lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)
+    )
+
+
+def is_in_shard_map(axis: str) -> bool:
+    """True while a function is traced for one rank of a mesh axis."""
+    try:
+        jax.lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
+
+
+def _varying_axes(x: Array) -> set[str]:
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return set() if kind is None else set(kind.varying)
+
+
 def ffi_call(
     handler: str,
     results: Any,
@@ -46,7 +72,9 @@ def ffi_call(
     function = jax.ffi.ffi_call(
         target_name(handler), results, has_side_effect=communicates, input_output_aliases=aliases
     )
-    return function(*operands, **converted)
+    out = function(*operands, **converted)
+    axes = tuple(sorted(set().union(*map(_varying_axes, operands))))
+    return jax.tree.map(lambda one: jax.lax.pcast(one, axes, to="varying"), out) if axes else out
 
 
 def with_batches(op: str, function: Callable[..., Any], num_operands: int, *dims: int) -> Callable[..., Any]:

@@ -146,7 +146,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "error_kind": (number, []),
         "ffi_version": (number, []),
         "tcp_store": (wide, [text, number, wide]),
-        "file_store": (wide, [text, number]),
+        "file_store": (wide, [text, number, wide]),
         "store_port": (wide, [wide]),
         "add_axis": (wide, [text, text, number, number, number, numbers, numbers, numbers, wide, wide]),
         "remove_axis": (wide, [wide]),

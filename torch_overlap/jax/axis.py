@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,24 +33,51 @@ class Axis:
 
     def close(self) -> None:
         """Finalizes the communicators and destroys the buffers. All processes call it; no program may run."""
-        call("remove_axis", self.id)
         if _axes.get(self.name) == self:
             del _axes[self.name]
+        _devices.pop(self.id, None)
+        call("remove_axis", self.id)
 
 
 _axes: dict[str, Axis] = {}
+_devices: dict[int, Any] = {}  # by the id of the axis
 
 
 def find_axis(op: str, axis: Axis | str) -> Axis:
-    """Returns an axis by its name. Raises ValueError for a name without bootstrap()."""
-    if isinstance(axis, Axis):
-        return axis
-    if axis not in _axes:
+    """Returns an axis by its name. Raises ValueError for a name without bootstrap(), and in shard_map over a mesh that
+    has another number of devices along the axis."""
+    found = axis if isinstance(axis, Axis) else _axes.get(axis) if isinstance(axis, str) else None
+    if found is None:
         raise ValueError(
             f"{op}: expected axis to be one of {sorted(_axes)}, got {axis!r}. "
             "Call torch_overlap.jax.bootstrap(mesh, axis) first."
         )
-    return _axes[axis]
+    try:
+        size = jax.lax.axis_size(found.name)
+    except NameError:  # not in shard_map
+        return found
+    if size != found.size:
+        raise ValueError(
+            f"{op}: expected a mesh with {found.size} devices along '{found.name}', as that of bootstrap(), got "
+            f"{size}. Call bootstrap() with the mesh of the program."
+        )
+    return found
+
+
+def check_mesh(op: str, axis: Axis, mesh: Any) -> None:
+    """Raises ValueError unless the devices of `mesh` along the axis are those of bootstrap(), in the same order."""
+    if axis.name in mesh.axis_names and np.array_equal(_groups(mesh, axis.name), _devices.get(axis.id)):
+        return
+    raise ValueError(
+        f"{op}: expected the mesh that bootstrap() was called with, got one of {dict(mesh.shape)} with other devices "
+        f"along '{axis.name}', or in another order. Call bootstrap() with the mesh of the program."
+    )
+
+
+def _groups(mesh: Any, axis: str) -> Any:
+    """Returns the ids of the devices: [sets that differ in their position on the axis alone, position]."""
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
+    return np.vectorize(lambda device: device.id)(devices.reshape(-1, devices.shape[-1]))
 
 
 def bootstrap(
@@ -73,11 +101,13 @@ def bootstrap(
         store: where processes meet: "tcp://host" (process 0 serves a free port of that host), "tcp://host:port" (a
             TCPStore that exists) or "file:///path". Default: process 0, which serves jax's coordinator,
             serves it too, under the name of its host.
-        timeout: seconds that a rank waits for another one. Default: that of torch_overlap (TORCHCOMM_TIMEOUT_SECONDS).
+        timeout: seconds that a rank waits for another one, after the processes have met: until then JAX's own timeouts
+            apply to the exchange of the store's address. Default: that of torch_overlap (TORCHCOMM_TIMEOUT_SECONDS).
 
     Raises:
-        ValueError: the mesh has no such axis, or no device of this process; or calls may be captured, and XLA_FLAGS
-            lets commands of a command buffer run concurrently.
+        ValueError: the mesh has no such axis, or no device of this process; the timeout is not positive; calls may be
+            captured, and XLA_FLAGS lets commands of a command buffer run concurrently.
+        RuntimeError: process 0 cannot serve the store.
         NotImplementedError: several devices in each of several processes, or several GPUs in one.
     """
     if axis not in mesh.axis_names:
@@ -103,6 +133,8 @@ def bootstrap(
         backend = "nccl" if is_cuda else "local" if is_one_process else "gloo"
     if backend == "gloo":
         importlib.import_module("torch_overlap")  # the wheel of torch exports gloo to Python only
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise ValueError(f"bootstrap: expected timeout to be a positive number of seconds, got {timeout}. Pass one.")
     timeout_ms = 0 if timeout is None else max(1, round(timeout * 1000))
     handle = 0 if is_one_process else _open_store(store, mesh.devices.size, timeout_ms or _DEFAULT_STORE_TIMEOUT_MS)
     made = call(
@@ -119,6 +151,7 @@ def bootstrap(
         timeout_ms,
     )
     _ids.append(made)
+    _devices[made] = _groups(mesh, axis)
     _axes[axis] = Axis(made, axis, size)
     return _axes[axis]
 
@@ -142,7 +175,10 @@ def _open_store(store: str | None, num_ranks: int, timeout_ms: int) -> int:
     """Returns the id of the store in which the processes meet."""
     parts = urlsplit(store or f"tcp://{_own_host()}")
     if parts.scheme == "file":
-        return call("file_store", parts.path.encode(), num_ranks)
+        folder = Path(parts.path).parent
+        if not folder.is_dir():
+            raise ValueError(f"bootstrap: expected store to be a file in a folder that exists, got {store!r}. Make it.")
+        return call("file_store", parts.path.encode(), num_ranks, timeout_ms)
     if parts.scheme != "tcp" or not parts.hostname:
         raise ValueError(
             f"bootstrap: expected store to be tcp://host, tcp://host:port or file:///path, got {store!r}. "
@@ -151,12 +187,21 @@ def _open_store(store: str | None, num_ranks: int, timeout_ms: int) -> int:
     if parts.port is not None:
         return call("tcp_store", parts.hostname.encode(), parts.port, timeout_ms)
     served, address = 0, b""
+    failure: Exception | None = None
     if jax.process_index() == 0:
-        served = call("tcp_store", parts.hostname.encode(), 0, timeout_ms)
-        address = f"{parts.hostname}:{call('store_port', served)}".encode()
+        try:
+            served = call("tcp_store", parts.hostname.encode(), 0, timeout_ms)
+            address = f"{parts.hostname}:{call('store_port', served)}".encode()
+        except Exception as error:  # the others wait for the address
+            failure = error
     shared = np.zeros(_ADDRESS_BYTES, np.uint8)
     shared[: len(address)] = np.frombuffer(address, np.uint8)
     shared = np.asarray(multihost_utils.broadcast_one_to_all(shared)).astype(np.uint8)
+    if not bytes(shared).rstrip(b"\0"):
+        raise RuntimeError(
+            f"bootstrap: expected process 0 to serve a store at '{parts.hostname}', got none: "
+            f"{failure or 'its own error says why'}. Pass store='tcp://<a host name of process 0>'."
+        ) from failure
     if served:
         return served
     host, _, port = bytes(shared).rstrip(b"\0").rpartition(b":")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,8 @@ def create_comm_overlap_buffer(
             "Collapse the dimensions of tokens."
         )
     size = axis.size if tp_size is None else tp_size
+    counts = {"num_splits": num_splits, "num_max_streams": num_max_streams, "comm_cga_size": comm_cga_size}
+    flags = {"set_sm_margin": set_sm_margin, "use_ce": use_ce}
     made = call(
         "create_buffer",
         axis.id,
@@ -125,10 +128,11 @@ def create_comm_overlap_buffer(
         *(int(length) for length in buffer_shape),
         _XLA_DTYPES[dtype],
         size,
-        *(_or_default(value) for value in (num_splits, num_max_streams, comm_cga_size)),
-        gemm_priority,
-        comm_priority,
-        *(_or_default(value) for value in (num_comm_sm, set_sm_margin, use_ce)),
+        *(_or_default(op, name, value) for name, value in counts.items()),
+        operator.index(gemm_priority),
+        operator.index(comm_priority),
+        _or_default(op, "num_comm_sm", num_comm_sm),
+        *(_or_default(op, name, value) for name, value in flags.items()),
         *(int(flag) for flag in (atomic_gemm, rs_overlap_first_gemm, aggregate_ag, relay_ag)),
     )
     _buffers[made] = Buffer(CommOverlapType(comm_type), CommOverlapMethod(method), size)
@@ -155,5 +159,10 @@ def find_buffer(op: str, id: int) -> Buffer:
     return _buffers[id]
 
 
-def _or_default(value: int | None) -> int:
-    return -1 if value is None else int(value)
+def _or_default(op: str, name: str, value: int | None) -> int:
+    """Returns -1, which the library takes for the default, or a number that is not negative."""
+    if value is None:
+        return -1
+    if operator.index(value) < 0:
+        raise ValueError(f"{op}: expected {name} to be None or a number from 0, got {value}. Pass one.")
+    return operator.index(value)

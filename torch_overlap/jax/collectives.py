@@ -6,6 +6,7 @@ Gradients are those of jax.lax in shard_map with check_vma=False: the transposed
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_overlap.jax._ffi import Array, check_shared, checked_dim, ffi_call, result, with_batches
+from torch_overlap.jax._ffi import Array, check_shared, checked_dim, ffi_call, result, varying, with_batches
 from torch_overlap.jax.axis import Axis, find_axis
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter"]
@@ -30,19 +31,19 @@ def all_reduce(x: Array, axis: Axis | str, op: str = "sum") -> Array:
         op: sum, avg, product, min, max, band, bor or bxor. The first two have gradients.
     """
     _check_op("all_reduce", op)
-    return _all_reduce(jnp.asarray(x), find_axis("all_reduce", axis), op)
+    axis, x = _operand("all_reduce", axis, x)
+    return _all_reduce(x, axis, op)
 
 
 def all_gather(x: Array, axis: Axis | str, dim: int = 0) -> Array:
     """Returns the concatenation of every rank's `x` along `dim`, in the order of ranks."""
-    x = jnp.asarray(x)
-    return _all_gather(x, find_axis("all_gather", axis), checked_dim("all_gather", "dim", dim, x))
+    axis, x = _operand("all_gather", axis, x)
+    return _all_gather(x, axis, checked_dim("all_gather", "dim", dim, x))
 
 
 def reduce_scatter(x: Array, axis: Axis | str, dim: int = 0, op: str = "sum") -> Array:
     """Returns this rank's part, along `dim`, of the reduction of all ranks' `x`."""
-    x = jnp.asarray(x)
-    axis = find_axis("reduce_scatter", axis)
+    axis, x = _operand("reduce_scatter", axis, x)
     _check_op("reduce_scatter", op)
     dim = checked_dim("reduce_scatter", "dim", dim, x)
     check_shared("reduce_scatter", f"a dimension {dim} of x", x.shape[dim], axis.size)
@@ -51,8 +52,7 @@ def reduce_scatter(x: Array, axis: Axis | str, dim: int = 0, op: str = "sum") ->
 
 def all_to_all(x: Array, axis: Axis | str, split_dim: int, concat_dim: int) -> Array:
     """Sends part r of `x` along `split_dim` to rank r; returns the received parts, concatenated along `concat_dim`."""
-    x = jnp.asarray(x)
-    axis = find_axis("all_to_all", axis)
+    axis, x = _operand("all_to_all", axis, x)
     split_dim = checked_dim("all_to_all", "split_dim", split_dim, x)
     concat_dim = checked_dim("all_to_all", "concat_dim", concat_dim, x)
     check_shared("all_to_all", f"a dimension {split_dim} of x", x.shape[split_dim], axis.size)
@@ -61,15 +61,16 @@ def all_to_all(x: Array, axis: Axis | str, split_dim: int, concat_dim: int) -> A
 
 def broadcast(x: Array, axis: Axis | str, root: int = 0) -> Array:
     """Returns the `x` of rank `root`. Its gradient is the sum of all ranks', on that rank."""
-    axis = find_axis("broadcast", axis)
+    axis, x = _operand("broadcast", axis, x)
+    root = operator.index(root)
     if not 0 <= root < axis.size:
         raise ValueError(f"broadcast: expected root in [0, {axis.size}), got {root}. Name a rank of the axis.")
-    return _broadcast(jnp.asarray(x), axis, root)
+    return _broadcast(x, axis, root)
 
 
 def permute(x: Array, axis: Axis | str, pairs: Sequence[tuple[int, int]]) -> Array:
     """Sends `x` from the first to the second rank of each pair. A rank that receives nothing gets zeros."""
-    axis = find_axis("permute", axis)
+    axis, x = _operand("permute", axis, x)
     flat = tuple((int(source), int(target)) for source, target in pairs)
     sources, targets = [source for source, _ in flat], [target for _, target in flat]
     if len(set(sources)) != len(sources) or len(set(targets)) != len(targets):
@@ -78,7 +79,12 @@ def permute(x: Array, axis: Axis | str, pairs: Sequence[tuple[int, int]]) -> Arr
         )
     if not all(0 <= rank < axis.size for rank in sources + targets):
         raise ValueError(f"permute: expected ranks in [0, {axis.size}) in pairs, got {flat}. Name ranks of the axis.")
-    return _permute(jnp.asarray(x), axis, flat)
+    return _permute(x, axis, flat)
+
+
+def _operand(op: str, axis: Axis | str, x: Array) -> tuple[Axis, Array]:
+    found = find_axis(op, axis)
+    return found, *varying(found.name, jnp.asarray(x))
 
 
 def _check_op(name: str, op: str) -> None:

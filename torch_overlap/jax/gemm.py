@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ def gemm(
         workspace_bytes: memory that XLA gives to cuBLASLt. 0: a cached workspace of the stream.
 
     All ranks have the same shapes, so an RS result of m rows has ceil(m / tp_size) rows on every rank: rank r's begin
-    at r * ceil(m / tp_size), and rows past the end are 0.
+    at r * ceil(m / tp_size), and rows past the end are 0. The ranks share the first of several leading dimensions.
 
     Differentiable without scaling, communication and grad. vmap is refused.
 
@@ -96,6 +97,10 @@ def gemm(
         "gelu_input": gelu_input,
         "aux_in": aux_in,
     }
+    if operator.index(workspace_bytes) < 0:
+        raise ValueError(
+            f"gemm: expected workspace_bytes from 0, got {workspace_bytes}. Pass 0 for a cached workspace."
+        )
     operands = tuple(none() if given[name] is None else jnp.asarray(given[name]) for name in _OPERANDS)
     attributes: dict[str, Any] = {
         "scaling_mode": int(scaling_mode),
@@ -139,7 +144,7 @@ _gemm = jax.custom_vjp(_run, nondiff_argnums=(1,))
 
 
 def _forward(operands: tuple[Array, ...], static: _Static) -> tuple[tuple[Array, ...], Any]:
-    results = _run(operands, static)
+    results = _gemm(operands, static)
     return results, (operands, results[2])
 
 
@@ -162,11 +167,12 @@ def _backward(static: _Static, saved: Any, grads: tuple[Array, ...]) -> tuple[tu
     left = lhs.reshape(_collapse("lhs", lhs, attributes["lhs_axis_boundary"])[1:])
     right = rhs.reshape(_collapse("rhs", rhs, attributes["rhs_axis_boundary"])[1:])
     rows = left.shape[1 if attributes["lhs_transposed"] else 0]
-    grad = grads[0].reshape(rows, -1)
+    columns = right.shape[0 if attributes["rhs_transposed"] else 1]
+    grad = grads[0].reshape(rows, columns)
     if attributes["fuse_gelu"]:
-        (grad,) = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), pre_gelu.reshape(grad.shape).astype(grad.dtype))[
-            1
-        ](grad)
+        before = pre_gelu.reshape(rows, columns).astype(grad.dtype)
+        (grad,) = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), before)[1](grad)
+        grad += grads[2].reshape(rows, columns).astype(grad.dtype)  # that of pre_gelu_out
     narrow = grad.astype(lhs.dtype)
     left_op = left.T if attributes["lhs_transposed"] else left
     right_op = right.T if attributes["rhs_transposed"] else right

@@ -12,17 +12,18 @@ these first.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from torch_overlap.jax._ffi import Array, check_shared
-from torch_overlap.jax.axis import Axis, find_axis
-from torch_overlap.jax.products import all_gather_matmul, matmul_reduce_scatter
+from torch_overlap.jax._ffi import Array, check_shared, is_in_shard_map
+from torch_overlap.jax.axis import Axis, check_mesh, find_axis
+from torch_overlap.jax.products import ALGORITHMS, gather_product, product_scatter
 
 __all__ = ["column_parallel", "row_parallel"]
 
@@ -56,6 +57,18 @@ def row_parallel(x: Array, w: Array, axis: Axis | str, *, algorithm: str = "auto
 def _product(op: str, x: Array, w: Array, axis: Axis | str, algorithm: str) -> Array:
     x, w = jnp.asarray(x), jnp.asarray(w)
     found = find_axis(op, axis)
+    if is_in_shard_map(found.name):
+        raise ValueError(
+            f"{op}: expected global arrays, outside of shard_map, got one rank's parts. Call "
+            f"{'all_gather_matmul' if op == 'column_parallel' else 'matmul_reduce_scatter'} there."
+        )
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"{op}: expected algorithm to be one of {', '.join(ALGORITHMS)}, got {algorithm!r}. Pass one.")
+    if any(AxisType.Explicit in jax.typeof(one).sharding.mesh.axis_types for one in (x, w)):
+        raise ValueError(
+            f"{op}: expected arrays of a mesh whose axes are Auto, which the partitioner splits, got Explicit ones. "
+            "Pass axis_types=(jax.sharding.AxisType.Auto,) * ndim to jax.make_mesh()."
+        )
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"{op}: expected x [m, k] and w [k, n], got shapes {x.shape} and {w.shape}. Reshape one.")
     if x.dtype != w.dtype:
@@ -92,12 +105,15 @@ def _partitioned(op: str, axis: Axis, algorithm: str) -> Callable[[Array, Array]
 
     def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
         del result_shape
+        check_mesh(op, axis, mesh)
         outer = _outer_axes(arg_shapes[0].sharding.spec, axis.name)
+        parts = math.prod(mesh.shape[name] for name in (*outer, axis.name))
+        check_shared(op, f"rows of x, over axes {(*outer, axis.name)},", arg_shapes[0].shape[0], parts)
         x_spec, w_spec, out_spec = _layouts(op, outer, axis.name)
 
         def on_device(x: Array, w: Array) -> Array:
-            run = all_gather_matmul if op == "column_parallel" else matmul_reduce_scatter
-            return run(x, w, axis, algorithm=algorithm)
+            run = gather_product if op == "column_parallel" else product_scatter
+            return run(x, w, None, axis, 0, algorithm)
 
         shardings = [NamedSharding(mesh, spec) for spec in (x_spec, w_spec)]
         return mesh, on_device, NamedSharding(mesh, out_spec), tuple(shardings)

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torch_overlap.jax._ffi import Array, check_shared, checked_dim, ffi_call, none, result, with_batches
+from torch_overlap.jax._ffi import Array, check_shared, checked_dim, ffi_call, none, result, varying, with_batches
 from torch_overlap.jax.axis import Axis, find_axis
-from torch_overlap.jax.collectives import all_gather, all_reduce
+from torch_overlap.jax.collectives import all_gather, all_reduce, reduce_scatter
 
+ALGORITHMS = ("auto", "fused", "p2p", "low_latency", "pipelined", "sequential", "bulk")
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 
@@ -33,9 +34,9 @@ def all_gather_matmul(
         algorithm: how product and communication are overlapped; see docs/reference/operators.md.
     """
     op = "all_gather_matmul"
-    x, w, bias = _checked(op, x, w, bias)
-    dim = _row_dim(op, dim, x)
-    return _all_gather_matmul(x, w, bias, find_axis(op, axis), dim, algorithm)
+    axis = find_axis(op, axis)
+    x, w, bias = _checked(op, axis, x, w, bias, algorithm)
+    return _all_gather_matmul(x, w, bias, axis, _row_dim(op, dim, x), algorithm)
 
 
 def matmul_reduce_scatter(
@@ -52,8 +53,8 @@ def matmul_reduce_scatter(
         algorithm: how product and communication are overlapped; see docs/reference/operators.md.
     """
     op = "matmul_reduce_scatter"
-    x, w, bias = _checked(op, x, w, bias)
     axis = find_axis(op, axis)
+    x, w, bias = _checked(op, axis, x, w, bias, algorithm)
     dim = _row_dim(op, dim, x)
     check_shared(op, f"a dimension {dim} of x", x.shape[dim], axis.size)
     return _matmul_reduce_scatter(x, w, bias, axis, dim, algorithm)
@@ -72,11 +73,16 @@ def matmul_all_reduce(
         algorithm: how product and communication are overlapped; see docs/reference/operators.md.
     """
     op = "matmul_all_reduce"
-    x, w, bias = _checked(op, x, w, bias)
-    return _matmul_all_reduce(x, w, bias, find_axis(op, axis), algorithm)
+    axis = find_axis(op, axis)
+    x, w, bias = _checked(op, axis, x, w, bias, algorithm)
+    return _matmul_all_reduce(x, w, bias, axis, algorithm)
 
 
-def _checked(op: str, x: Array, w: Array, bias: Array | None) -> tuple[Array, Array, Array | None]:
+def _checked(
+    op: str, axis: Axis, x: Array, w: Array, bias: Array | None, algorithm: str
+) -> tuple[Array, Array, Array | None]:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"{op}: expected algorithm to be one of {', '.join(ALGORITHMS)}, got {algorithm!r}. Pass one.")
     x, w = jnp.asarray(x), jnp.asarray(w)
     if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(
@@ -90,7 +96,10 @@ def _checked(op: str, x: Array, w: Array, bias: Array | None) -> tuple[Array, Ar
             raise ValueError(
                 f"{op}: expected bias of shape {(w.shape[1],)}, got {bias.shape}. It has one entry per column of w."
             )
-    return x, w, bias
+        if bias.dtype != x.dtype:
+            raise TypeError(f"{op}: expected bias of dtype {x.dtype} as x, got {bias.dtype}. Convert one of them.")
+        return varying(axis.name, x, w, bias)
+    return *varying(axis.name, x, w), None
 
 
 def _row_dim(op: str, dim: int, x: Array) -> int:
@@ -149,6 +158,28 @@ def _all_gather_matmul_backward(axis: Axis, dim: int, algorithm: str, saved: Any
 _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
 
 
+# The product and the gathered x.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _product_and_rows(x: Array, w: Array, axis: Axis, dim: int, algorithm: str) -> tuple[Array, Array]:
+    product, rows = _gather_product(x, w, None, axis, dim, algorithm, gathered=True)
+    return product, rows
+
+
+def _product_and_rows_forward(x: Array, w: Array, axis: Axis, dim: int, algorithm: str) -> tuple[Any, Any]:
+    product, rows = _product_and_rows(x, w, axis, dim, algorithm)
+    return (product, rows), (w, rows)
+
+
+def _product_and_rows_backward(axis: Axis, dim: int, algorithm: str, saved: Any, grads: Any) -> tuple[Array, Array]:
+    w, rows = saved
+    grad, rows_grad = grads
+    x_grad = _matmul_reduce_scatter(grad, w.T, None, axis, dim, algorithm) + reduce_scatter(rows_grad, axis, dim)
+    return x_grad, _rows_times(rows, grad)
+
+
+_product_and_rows.defvjp(_product_and_rows_forward, _product_and_rows_backward)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _matmul_reduce_scatter(x: Array, w: Array, bias: Array | None, axis: Axis, dim: int, algorithm: str) -> Array:
     def run(x: Array, w: Array, bias: Array, dim: int) -> Array:
@@ -176,11 +207,15 @@ def _matmul_reduce_scatter_forward(
 
 def _matmul_reduce_scatter_backward(axis: Axis, dim: int, algorithm: str, saved: Any, grad: Array) -> tuple[Any, ...]:
     x, w, bias = saved
-    x_grad, gathered = _gather_product(grad, w.T, None, axis, dim, algorithm, gathered=True)
+    x_grad, gathered = _product_and_rows(grad, w.T, axis, dim, algorithm)
     return x_grad, _rows_times(x, gathered), _bias_grad(bias, grad)
 
 
 _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
+
+
+# For partition.py: the operands are checked, and this rank's.
+gather_product, product_scatter = _all_gather_matmul, _matmul_reduce_scatter
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

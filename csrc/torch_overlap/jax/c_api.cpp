@@ -48,6 +48,14 @@ c10::intrusive_ptr<c10d::Store> find_store(int64_t id) {
   return found->second;
 }
 
+// Returns a store that only its user keeps from now on.
+c10::intrusive_ptr<c10d::Store> take_store(int64_t id) {
+  auto store = find_store(id);
+  const std::lock_guard lock(stores().mutex);
+  stores().by_id.erase(id);
+  return store;
+}
+
 template <typename Body>
 int64_t returning(const Body& body) {
   try {
@@ -93,9 +101,13 @@ TORCH_OVERLAP_API int64_t torch_overlap_jax_tcp_store(const char* host, int port
   });
 }
 
-TORCH_OVERLAP_API int64_t torch_overlap_jax_file_store(const char* path, int num_ranks) {
-  return jax::returning(
-      [&] { return jax::keep_store(c10::make_intrusive<c10d::FileStore>(path, num_ranks)); });
+TORCH_OVERLAP_API int64_t torch_overlap_jax_file_store(const char* path, int num_ranks,
+                                                       int64_t timeout_ms) {
+  return jax::returning([&] {
+    auto store = c10::make_intrusive<c10d::FileStore>(path, num_ranks);
+    store->setTimeout(torch_overlap::Milliseconds(timeout_ms));
+    return jax::keep_store(std::move(store));
+  });
 }
 
 // Returns the port of a TCP store.
@@ -126,7 +138,7 @@ TORCH_OVERLAP_API int64_t torch_overlap_jax_add_axis(const char* name, const cha
       options.devices.push_back({.ordinal = ordinals[i], .rank = ranks[i], .group = groups[i]});
     }
     if (timeout_ms > 0) options.timeout = torch_overlap::Milliseconds(timeout_ms);
-    if (store != 0) options.store = jax::find_store(store);
+    if (store != 0) options.store = jax::take_store(store);
     return jax::add_axis(options);
   });
 }

@@ -75,7 +75,7 @@ Axis& require_axis(std::string_view op, int64_t axis) {
   TORCH_OVERLAP_CHECK(found != ranks().axes.end(), kValue, op,
                       ": expected axis to be the id of a mesh axis, got ", axis,
                       axis > 0 && axis <= ranks().last_axis ? ", which was closed" : "",
-                      ". Call torch_overlap.jax.bootstrap(mesh, axis) first.");
+                      ". Call torch_overlap.jax.bootstrap(mesh, axis) first, and trace the program again.");
   return found->second;
 }
 

@@ -168,6 +168,37 @@ def check_products(mesh: Mesh, rng: np.random.Generator) -> None:
 
 
 @check
+def check_second_order(mesh: Mesh, rng: np.random.Generator) -> None:
+    """Gradients of gradients."""
+    n, lax = mesh.shape[AXIS], jax.lax
+    x, w = rng.standard_normal((2 * n, 3)), rng.standard_normal((3, 2 * n))
+    x2, w2 = rng.standard_normal((2 * n, 2 * n)), rng.standard_normal((2 * n, 3))
+
+    def slope(f: Any) -> Any:
+        return lambda x, w: jax.grad(lambda x, w: (jnp.sin(f(x, w)) ** 2).sum(), argnums=0)(x, w)
+
+    gather = (P(AXIS), P(None, AXIS)), P(AXIS)
+    scatter = (P(None, AXIS), P(AXIS)), P(None, AXIS)
+    cases: list[tuple[Any, Any, Any, tuple[np.ndarray, np.ndarray]]] = [
+        (
+            lambda x, w: toj.all_gather_matmul(x, w, AXIS),
+            lambda x, w: lax.all_gather(x, AXIS, tiled=True) @ w,
+            gather,
+            (x, w),
+        ),
+        (
+            lambda x, w: toj.matmul_reduce_scatter(x, w, AXIS),
+            lambda x, w: lax.psum_scatter(x @ w, AXIS, tiled=True),
+            scatter,
+            (x2, w2),
+        ),
+        (lambda x, w: toj.matmul_all_reduce(x, w, AXIS), lambda x, w: lax.psum(x @ w, AXIS), scatter, (x2, w2)),
+    ]
+    for ours, plain, (specs, out_spec), values in cases:
+        same_gradients(mesh, slope(ours), slope(plain), specs, out_spec, *values)
+
+
+@check
 def check_product_dtypes(mesh: Mesh, rng: np.random.Generator) -> None:
     n = mesh.shape[AXIS]
     for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):

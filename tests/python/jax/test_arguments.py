@@ -41,6 +41,78 @@ def test_concurrent_commands_are_refused(mesh, monkeypatch):
         toj.bootstrap(mesh, "tp")
 
 
+def test_a_program_over_another_mesh_is_refused(mesh):
+    x, w = jnp.ones((4, 4)), jnp.ones((4, 4))
+    square = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("dp", "tp"))
+    for call in (
+        lambda x: toj.all_reduce(x, "tp"),
+        lambda x: toj.matmul_reduce_scatter(x, x, "tp"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"expected a mesh with 2 devices along 'tp', as that of bootstrap\(\), got 4"
+        ):
+            mapped(square, P(), P())(call).lower(x)
+    reverse = Mesh(np.array(jax.devices()[1::-1]), ("tp",))
+    for product in (toj.column_parallel, toj.row_parallel):
+        place = jax.NamedSharding(reverse, P("tp"))
+        with pytest.raises(Exception, match=r"expected the mesh that bootstrap\(\) was called with"):
+            jax.jit(lambda x, w: product(x, w, "tp"))(jax.device_put(x, place), jax.device_put(w, place))  # noqa: B023
+
+
+def test_where_partitioned_products_are_refused(mesh):
+    x = jnp.ones((4, 4))
+    with pytest.raises(ValueError, match=r"column_parallel: .* outside of shard_map, .* Call all_gather_matmul there"):
+        traced(mesh, lambda x: toj.column_parallel(x, x, "tp"), x)
+    explicit = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    place = jax.NamedSharding(explicit, P("tp"))
+    with pytest.raises(ValueError, match="row_parallel: expected arrays of a mesh whose axes are Auto"):
+        jax.jit(lambda x: toj.row_parallel(x, x, "tp")).lower(jax.device_put(x, place))
+
+
+def test_results_vary_over_the_ranks(mesh):
+    """With check_vma=True, JAX refuses to take parts of the ranks for one value, and gradients are the same."""
+    x = jnp.arange(12.0).reshape(4, 3)
+
+    def checked(f, out, where):
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=where, out_specs=out))
+
+    for where in (P("tp"), P()):
+        with pytest.raises(ValueError, match="out_specs"):
+            checked(lambda x: toj.reduce_scatter(x, "tp"), P(), where).lower(x)
+    lax = jax.lax
+    for ours, plain in (
+        (lambda x: toj.all_gather(x, "tp"), lambda x: lax.all_gather(x, "tp", tiled=True)),
+        (lambda x: toj.reduce_scatter(x, "tp"), lambda x: lax.psum_scatter(x, "tp", tiled=True)),
+        (
+            lambda x: toj.matmul_reduce_scatter(x, x.T, "tp"),
+            lambda x: lax.psum_scatter(x @ x.T, "tp", tiled=True),
+        ),
+    ):
+        got, want = (
+            jax.value_and_grad(lambda x: (jnp.sin(checked(f, P("tp"), P("tp"))(x)) ** 2).sum())(x)  # noqa: B023
+            for f in (ours, plain)
+        )
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-10)
+
+
+def test_bad_options_are_named(mesh):
+    x, w = jnp.ones((2, 4)), jnp.ones((4, 2))
+    with pytest.raises(ValueError, match=r"expected algorithm to be one of auto, fused, .* got 'quick'"):
+        traced(mesh, lambda x, w: toj.all_gather_matmul(x, w, "tp", algorithm="quick"), x, w)
+    with pytest.raises(TypeError, match="expected bias of dtype float64 as x, got float32"):
+        traced(mesh, lambda x, w: toj.matmul_all_reduce(x, w, "tp", bias=jnp.ones(2, jnp.float32)), x, w)
+    with pytest.raises(TypeError, match="integer"):
+        traced(mesh, lambda x: toj.broadcast(x, "tp", 1.0), x)
+    for bad in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="bootstrap: expected timeout to be a positive number of seconds"):
+            toj.bootstrap(mesh, "tp", timeout=bad)
+    with pytest.raises(ValueError, match="expected num_splits to be None or a number from 0, got -3"):
+        toj.create_comm_overlap_buffer("tp", Type.RS, Method.PIPELINE, (8, 8), jnp.float32, num_splits=-3)
+    with pytest.raises(ValueError, match="gemm: expected workspace_bytes from 0, got -1"):
+        toj.gemm(x, w, workspace_bytes=-1)
+
+
 def test_two_axes_of_one_process():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "mp"))
     axes = [toj.bootstrap(mesh, name, timeout=30) for name in mesh.axis_names]
@@ -104,10 +176,10 @@ def test_shapes_are_checked_when_a_program_is_traced(mesh):
         traced(mesh, lambda x, w: toj.matmul_all_reduce(x, w, "tp"), x, w.astype(jnp.float32))
 
 
-def test_an_unknown_algorithm_reaches_python(mesh):
+def test_an_algorithm_that_cannot_run_reaches_python(mesh):
     x, w = jnp.ones((2, 4)), jnp.ones((4, 6))
-    f = mapped(mesh, (P(), P()), P())(lambda x, w: toj.all_gather_matmul(x, w, "tp", algorithm="quick"))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="all_gather_matmul: expected algorithm"):
+    f = mapped(mesh, (P(), P()), P())(lambda x, w: toj.all_gather_matmul(x, w, "tp", algorithm="fused"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="all_gather_matmul: expected what algorithm 'fused' needs"):
         jax.block_until_ready(f(x, w))
     # The axis stays usable.
     out = mapped(mesh, P(), P())(lambda x: toj.all_reduce(x, "tp"))(x)

@@ -187,3 +187,34 @@ def test_gradients_that_do_not_exist_say_so():
     x = jnp.ones((16, 16), jnp.float32)
     with pytest.raises(NotImplementedError, match="gemm: expected NO_SCALING and grad=False where a gradient is asked"):
         jax.grad(lambda x: toj.gemm(x, x, fuse_bias=True, grad=True).output.sum())(x)
+
+
+def test_gradients_of_all_results(rng):
+    """The input of GELU is a result, too; also gradients of gradients."""
+    x, w, b = (jnp.asarray(rng.standard_normal(shape)) for shape in ((3, 4), (4, 5), (5,)))
+
+    def loss(out, before):
+        return (jnp.sin(out) ** 2).sum() + (before**3).sum()
+
+    def ours(x, w, b):
+        results = toj.gemm(x, w, bias=b, fuse_bias=True, fuse_gelu=True)
+        return loss(results.output, results.pre_gelu_out)
+
+    def plain(x, w, b):
+        before = x @ w + b
+        return loss(jax.nn.gelu(before, approximate=True), before)
+
+    for got, want in zip(jax.grad(ours, (0, 1, 2))(x, w, b), jax.grad(plain, (0, 1, 2))(x, w, b), strict=True):
+        close(got, np.asarray(want))
+    got, want = (jax.grad(lambda x, f=f: jnp.sum(jax.grad(f)(x, w, b) ** 2))(x) for f in (ours, plain))
+    close(got, np.asarray(want))
+
+
+@pytest.mark.parametrize("shapes", [((0, 4), (4, 5)), ((3, 0), (0, 5)), ((3, 4), (4, 0))])
+def test_gradients_of_empty_products(shapes):
+    x, w = (jnp.ones(shape) for shape in shapes)
+    got, want = (
+        jax.grad(f, (0, 1))(x, w) for f in (lambda x, w: toj.gemm(x, w).output.sum(), lambda x, w: (x @ w).sum())
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
