@@ -34,7 +34,6 @@ from jax.sharding import PartitionSpec as P
 import torch_overlap as to
 import torch_overlap.jax as toj
 from torch_overlap._timing import in_graph, interleave, ratio_of, slowest_rank, spread_of
-from torch_overlap.jax._library import COMMAND_BUFFERS
 from torch_overlap.tools.bench import result
 from torch_overlap.tools.bench.cases import Case, cases_of
 from torch_overlap.tools.bench.ranks import Ranks
@@ -47,7 +46,7 @@ WINDOWED = {
 }
 
 
-def start_jax(ranks: Ranks) -> tuple[Mesh, toj.Axis]:
+def start_jax(ranks: Ranks, command_buffers: bool) -> tuple[Mesh, toj.Axis]:
     """Starts JAX with one device in each process."""
     on_gpu = ranks.device.type == "cuda"
     jax.config.update("jax_platforms", "cuda" if on_gpu else "cpu")
@@ -59,7 +58,7 @@ def start_jax(ranks: Ranks) -> tuple[Mesh, toj.Axis]:
         local_device_ids=[ranks.device.index] if on_gpu else None,
     )
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
-    return mesh, toj.bootstrap(mesh, AXIS, store="tcp://127.0.0.1")
+    return mesh, toj.bootstrap(mesh, AXIS, store="tcp://127.0.0.1", command_buffers=command_buffers)
 
 
 def repeated(product: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -191,12 +190,13 @@ def measure(case: Case, ranks: Ranks, mesh: Mesh, rounds: int, windowed: bool) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--command-buffers", action="store_true", help="lets XLA capture our calls")
     parser.add_argument("--windowed", action="store_true", help="also measures windowed")
     parser.add_argument("--only", default="", help="names of the cases to measure, separated by commas; default: all")
     parser.add_argument("--out", type=Path, help="the folder of the result; default: it is only printed")
     args = parser.parse_args()
     ranks = Ranks.start("cuda" if torch.cuda.is_available() else "cpu")
-    mesh, axis = start_jax(ranks)
+    mesh, axis = start_jax(ranks, args.command_buffers)
     if ranks.device.type == "cuda":
         cases = [case for op in ("ag_gemm", "gemm_rs") for case in cases_of(op, "bf16")]
     else:
@@ -211,9 +211,7 @@ def main() -> None:
     if args.out and ranks.rank == 0:
         print(
             result.write(
-                result.result(
-                    "jax_overlap", rows, jax=jax.__version__, command_buffers=os.environ.get(COMMAND_BUFFERS) == "1"
-                ),
+                result.result("jax_overlap", rows, jax=jax.__version__, command_buffers=args.command_buffers),
                 ranks.size,
                 args.out,
             )

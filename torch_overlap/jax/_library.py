@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
-import os
 import re
 import runpy
 from importlib import metadata
@@ -31,8 +30,7 @@ HANDLERS = (
     "MatmulReduceScatterHandler",
     "MatmulAllReduceHandler",
 )
-# "1" lets XLA capture calls in command buffers, which are CUDA graphs.
-COMMAND_BUFFERS = "TORCH_OVERLAP_JAX_COMMAND_BUFFERS"
+_registered: list[bool] = []  # once the handlers are: may XLA capture them in command buffers, which are CUDA graphs?
 # By ErrorKind of csrc/torch_overlap/base/errors.h.
 _ERROR_CLASSES = (RuntimeError, ValueError, TypeError, TimeoutError, NotImplementedError, RuntimeError, RuntimeError)
 
@@ -163,9 +161,24 @@ def _declare(loaded: ctypes.CDLL) -> None:
         function.argtypes = arguments
 
 
-@functools.cache
-def register_handlers() -> None:
+def register_handlers(command_buffers: bool | None = None) -> None:
     """Registers the handlers with XLA, once; for code that traces or compiles a program.
+
+    Raises:
+        ValueError: they are registered with another value.
+    """
+    if not _registered:
+        _register(bool(command_buffers))
+        _registered.append(bool(command_buffers))
+    if command_buffers not in (None, _registered[0]):
+        raise ValueError(
+            f"bootstrap: expected command_buffers={_registered[0]}, as in the first call of this process, got "
+            f"{command_buffers}. XLA keeps the handlers that it has."
+        )
+
+
+def _register(command_buffers: bool) -> None:
+    """Registers the handlers.
 
     Initializes jax's backends first: they register what came before them in an order that puts handlers before the
     types of their states, which XLA rejects.
@@ -183,7 +196,7 @@ def register_handlers() -> None:
             jax.ffi.register_ffi_type("torch_overlap.Instance", instance, platform=platform)
             for handler in HANDLERS:
                 symbols = {"instantiate": "InstantiateHandler", "execute": handler}
-                if platform == "CUDA" and os.environ.get(COMMAND_BUFFERS) == "1":
+                if platform == "CUDA" and command_buffers:
                     symbols |= _captured_symbols(handler)
                 stages = {stage: capsule(_address(getattr(loaded, symbol))) for stage, symbol in symbols.items()}
                 jax.ffi.register_ffi_target(target_name(handler), stages, platform=platform)

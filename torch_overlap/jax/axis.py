@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from torch_overlap.jax._library import COMMAND_BUFFERS, call, register_handlers
+from torch_overlap.jax._library import call, register_handlers
 
 _ADDRESS_BYTES = 256
 _DEFAULT_STORE_TIMEOUT_MS = 600_000
@@ -87,6 +87,7 @@ def bootstrap(
     backend: str | None = None,
     store: str | None = None,
     timeout: float | None = None,
+    command_buffers: bool | None = None,
 ) -> Axis:
     """Makes a communicator for each set of devices that differ in their position on `axis` alone.
 
@@ -103,10 +104,13 @@ def bootstrap(
             serves it too, under the name of its host.
         timeout: seconds that a rank waits for another one, after the processes have met: until then JAX's own timeouts
             apply to the exchange of the store's address. Default: that of torch_overlap (TORCHCOMM_TIMEOUT_SECONDS).
+        command_buffers: if True, XLA may capture collectives and overlapped products in CUDA graphs. One value for a
+            process; None: that of the first call, where it is False.
 
     Raises:
-        ValueError: the mesh has no such axis, or no device of this process; the timeout is not positive; calls may be
-            captured, and XLA_FLAGS lets commands of a command buffer run concurrently.
+        ValueError: the mesh has no such axis, or no device of this process; the timeout is not positive;
+            `command_buffers` differs from the first call's, or is True and XLA_FLAGS lets commands of a command buffer
+            run concurrently.
         RuntimeError: process 0 cannot serve the store.
         NotImplementedError: several devices in each of several processes, or several GPUs in one.
     """
@@ -114,9 +118,9 @@ def bootstrap(
         raise ValueError(
             f"bootstrap: expected axis to be one of {mesh.axis_names}, got {axis!r}. Name an axis of the mesh."
         )
-    if os.environ.get(COMMAND_BUFFERS) == "1":
+    if command_buffers:
         _check_command_buffers(os.environ.get("XLA_FLAGS", ""))
-    register_handlers()
+    register_handlers(command_buffers)
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
     size = devices.shape[-1]
     groups = devices.reshape(-1, size)

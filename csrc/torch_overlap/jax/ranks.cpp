@@ -72,10 +72,10 @@ std::string joined(const std::map<int, DeviceRank>& by_ordinal) {
 // The lock must be held.
 Axis& require_axis(std::string_view op, int64_t axis) {
   const auto found = ranks().axes.find(axis);
-  TORCH_OVERLAP_CHECK(found != ranks().axes.end(), kValue, op,
-                      ": expected axis to be the id of a mesh axis, got ", axis,
-                      axis > 0 && axis <= ranks().last_axis ? ", which was closed" : "",
-                      ". Call torch_overlap.jax.bootstrap(mesh, axis) first, and trace the program again.");
+  TORCH_OVERLAP_CHECK(
+      found != ranks().axes.end(), kValue, op, ": expected axis to be the id of a mesh axis, got ",
+      axis, axis > 0 && axis <= ranks().last_axis ? ", which was closed" : "",
+      ". Call torch_overlap.jax.bootstrap(mesh, axis) first, and trace the program again.");
   return found->second;
 }
 

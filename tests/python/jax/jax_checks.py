@@ -419,7 +419,7 @@ def check_replays(mesh: Mesh, rng: np.random.Generator) -> None:
             kept = [*kept, got][-1 - step % 5 :]
     assert float(error) < 2e-4, float(error)
     if on_gpu:
-        assert is_captured() == (os.environ["TORCH_OVERLAP_JAX_COMMAND_BUFFERS"] == "1")
+        assert is_captured() == (os.environ["CAPTURED"] == "1")
 
 
 # --- Partitioned jit -------------------------------------------------------------------------------------------------

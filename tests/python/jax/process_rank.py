@@ -19,7 +19,8 @@ def main(coordinator: str, size: int, rank: int, seed: int, checks: list[str]) -
     import torch_overlap_jax as toj
 
     mesh = Mesh(np.array(jax.devices()), ("tp",))
-    axis = toj.bootstrap(mesh, "tp", store="tcp://127.0.0.1", timeout=60)
+    captured = os.environ.get("CAPTURED") == "1"
+    axis = toj.bootstrap(mesh, "tp", store="tcp://127.0.0.1", timeout=60, command_buffers=captured)
     assert axis.size == size
     for name in checks:
         jax_checks.run_check(name, mesh, seed)

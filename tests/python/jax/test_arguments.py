@@ -35,10 +35,12 @@ def test_bootstrap_names_the_axis(mesh):
 
 
 def test_concurrent_commands_are_refused(mesh, monkeypatch):
-    monkeypatch.setenv("TORCH_OVERLAP_JAX_COMMAND_BUFFERS", "1")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT --xla_other=1")
     with pytest.raises(ValueError, match=r"keep the order of calls .* Remove it, or use LHS or SERIALIZE"):
-        toj.bootstrap(mesh, "tp")
+        toj.bootstrap(mesh, "tp", command_buffers=True)
+    monkeypatch.delenv("XLA_FLAGS")
+    with pytest.raises(ValueError, match=r"bootstrap: expected command_buffers=False, as in the first call of this"):
+        toj.bootstrap(mesh, "tp", command_buffers=True)
 
 
 def test_a_program_over_another_mesh_is_refused(mesh):

@@ -46,7 +46,7 @@ def test_checks_on_gpus(seed, captured):
         JAX_PLATFORMS="cuda",
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
         XLA_FLAGS="--xla_gpu_graph_min_graph_size=1",
-        TORCH_OVERLAP_JAX_COMMAND_BUFFERS=captured,
+        CAPTURED=captured,
     )
 
 
