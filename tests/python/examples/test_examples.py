@@ -32,7 +32,9 @@ def test_the_first_one_runs_under_torchrun_on_two_cpu_ranks(launcher):
 def test_without_a_launcher_it_says_so_in_one_line(launcher, name):
     process = launcher.fork(EXAMPLES / name)
     assert process.wait() == 1, process.printed()
-    assert re.fullmatch(r".*torchrun.*\n", process.printed()), process.printed()
+    # The bindings of Triton say what they leak at the end of a process.
+    printed = process.printed().partition("nanobind: leaked")[0]
+    assert re.fullmatch(r".*torchrun.*\n", printed), printed
 
 
 @pytest.mark.gpu(2)
