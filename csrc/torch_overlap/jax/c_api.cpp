@@ -5,6 +5,8 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/process.h"
@@ -28,6 +30,8 @@ thread_local LastError last_error;
 struct Stores {
   ForkSafeMutex mutex;
   std::map<int64_t, c10::intrusive_ptr<c10d::Store>> by_id;
+  // Served by this process. Kept, because other processes may use one longer than this process.
+  std::vector<c10::intrusive_ptr<c10d::Store>> served;
   int64_t last = 0;
 };
 
@@ -39,6 +43,11 @@ int64_t keep_store(c10::intrusive_ptr<c10d::Store> store) {
   return stores().last;
 }
 
+void keep_served(c10::intrusive_ptr<c10d::Store> store) {
+  const std::lock_guard lock(stores().mutex);
+  stores().served.push_back(std::move(store));
+}
+
 c10::intrusive_ptr<c10d::Store> find_store(int64_t id) {
   const std::lock_guard lock(stores().mutex);
   const auto found = stores().by_id.find(id);
@@ -48,7 +57,6 @@ c10::intrusive_ptr<c10d::Store> find_store(int64_t id) {
   return found->second;
 }
 
-// Returns a store that only its user keeps from now on.
 c10::intrusive_ptr<c10d::Store> take_store(int64_t id) {
   auto store = find_store(id);
   const std::lock_guard lock(stores().mutex);
@@ -97,7 +105,9 @@ TORCH_OVERLAP_API int64_t torch_overlap_jax_tcp_store(const char* host, int port
     options.isServer = port == 0;
     options.waitWorkers = false;
     options.timeout = torch_overlap::Milliseconds(timeout_ms);
-    return jax::keep_store(c10::make_intrusive<c10d::TCPStore>(host, options));
+    auto store = c10::make_intrusive<c10d::TCPStore>(host, options);
+    if (options.isServer) jax::keep_served(store);
+    return jax::keep_store(std::move(store));
   });
 }
 
