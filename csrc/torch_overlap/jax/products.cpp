@@ -10,16 +10,17 @@ namespace {
 using Input = ffi::AnyBuffer;
 using Output = ffi::Result<ffi::AnyBuffer>;
 
-// The operands of a product on the rank of a device.
+// The operands of a product on a rank. A body has them, and not the rank: the last one that a body
+// had would end the executor on the executor's own thread.
 struct Operands {
-  Operands(std::string_view op, int ordinal, int64_t axis, const Input& x, const Input& weight,
+  Operands(std::string_view op, const DeviceRank& rank, const Input& x, const Input& weight,
            const Input& bias)
-      : rank(find_rank(op, axis, ordinal)),
-        x(as_tensor(op, "x", x, rank.comm->device())),
-        weight(as_tensor(op, "w", weight, rank.comm->device()).t()),
-        bias(as_optional(op, "bias", bias, rank.comm->device())) {}
+      : comm(rank.comm),
+        x(as_tensor(op, "x", x, comm->device())),
+        weight(as_tensor(op, "w", weight, comm->device()).t()),
+        bias(as_optional(op, "bias", bias, comm->device())) {}
 
-  DeviceRank rank;
+  std::shared_ptr<TorchComm> comm;
   at::Tensor x;
   at::Tensor weight;  // [out_features, in_features], a view
   std::optional<at::Tensor> bias;
@@ -28,19 +29,20 @@ struct Operands {
 Call all_gather_matmul(int ordinal, Input x, Input weight, Input bias, Output out, Output gathered,
                        int64_t axis, int64_t dim, std::string_view algorithm) {
   constexpr std::string_view kOp = ops::AllGatherMatmul::kName;
-  const Operands in(kOp, ordinal, axis, x, weight, bias);
-  const auto device = in.rank.comm->device();
+  const DeviceRank rank = find_rank(kOp, axis, ordinal);
+  const Operands in(kOp, rank, x, weight, bias);
+  const auto device = in.comm->device();
   ops::OptionalTensors biases;
   if (in.bias) biases.push_back(in.bias);
   const auto rows = as_optional(kOp, "the gathered rows", *gathered, device);
   const ops::AllGatherMatmul::Result results{{as_tensor(kOp, "the result", *out, device)},
                                              rows.value_or(at::Tensor())};
-  return {in.rank, [=, algorithm = std::string(algorithm)] {
+  return {rank, [in, biases, rows, results, dim, algorithm = std::string(algorithm)] {
             ops::all_gather_matmul_into({.x = in.x,
                                          .weights = {in.weight},
                                          .biases = biases,
-                                         .comm = in.rank.comm->name(),
-                                         .group_size = in.rank.comm->size(),
+                                         .comm = in.comm->name(),
+                                         .group_size = in.comm->size(),
                                          .gather_dim = dim,
                                          .return_gathered = rows.has_value(),
                                          .algorithm = algorithm},
@@ -51,14 +53,15 @@ Call all_gather_matmul(int ordinal, Input x, Input weight, Input bias, Output ou
 Call matmul_reduce_scatter(int ordinal, Input x, Input weight, Input bias, Output out, int64_t axis,
                            int64_t dim, std::string_view algorithm) {
   constexpr std::string_view kOp = ops::MatmulReduceScatter::kName;
-  const Operands in(kOp, ordinal, axis, x, weight, bias);
-  const auto result = as_tensor(kOp, "the result", *out, in.rank.comm->device());
-  return {in.rank, [=, algorithm = std::string(algorithm)] {
+  const DeviceRank rank = find_rank(kOp, axis, ordinal);
+  const Operands in(kOp, rank, x, weight, bias);
+  const auto result = as_tensor(kOp, "the result", *out, in.comm->device());
+  return {rank, [in, result, dim, algorithm = std::string(algorithm)] {
             ops::matmul_reduce_scatter_into({.x = in.x,
                                              .weight = in.weight,
                                              .bias = in.bias,
-                                             .comm = in.rank.comm->name(),
-                                             .group_size = in.rank.comm->size(),
+                                             .comm = in.comm->name(),
+                                             .group_size = in.comm->size(),
                                              .scatter_dim = dim,
                                              .algorithm = algorithm},
                                             result);
@@ -68,14 +71,15 @@ Call matmul_reduce_scatter(int ordinal, Input x, Input weight, Input bias, Outpu
 Call matmul_all_reduce(int ordinal, Input x, Input weight, Input bias, Output out, int64_t axis,
                        std::string_view algorithm) {
   constexpr std::string_view kOp = ops::MatmulAllReduce::kName;
-  const Operands in(kOp, ordinal, axis, x, weight, bias);
-  const auto result = as_tensor(kOp, "the result", *out, in.rank.comm->device());
-  return {in.rank, [=, algorithm = std::string(algorithm)] {
+  const DeviceRank rank = find_rank(kOp, axis, ordinal);
+  const Operands in(kOp, rank, x, weight, bias);
+  const auto result = as_tensor(kOp, "the result", *out, in.comm->device());
+  return {rank, [in, result, algorithm = std::string(algorithm)] {
             ops::matmul_all_reduce_into({.x = in.x,
                                          .weight = in.weight,
                                          .bias = in.bias,
-                                         .comm = in.rank.comm->name(),
-                                         .group_size = in.rank.comm->size(),
+                                         .comm = in.comm->name(),
+                                         .group_size = in.comm->size(),
                                          .algorithm = algorithm},
                                         result);
           }};

@@ -227,3 +227,16 @@ def test_a_destroyed_buffer_is_named(mesh):
     toj.destroy_comm_overlap_buffer(made)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"got {made}, which was destroyed"):
         jax.block_until_ready(f(x, w))
+
+
+def test_an_axis_may_be_closed_as_soon_as_a_result_is_there():
+    """The last call of an axis may still be ending on its thread."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("brief",))
+    x, w = jnp.ones((4, 4)), jnp.ones((4, 4))
+    for _ in range(30):
+        axis = toj.bootstrap(mesh, "brief")
+        f = mapped(mesh, (P("brief"), P()), P("brief"))(
+            lambda x, w: toj.matmul_reduce_scatter(toj.all_gather_matmul(x, w, "brief"), w, "brief")
+        )
+        f(x, w).block_until_ready()
+        axis.close()
