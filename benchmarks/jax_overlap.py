@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,9 +51,12 @@ def start_jax(ranks: Ranks, command_buffers: bool) -> tuple[Mesh, toj.Axis]:
     """Starts JAX with one device in each process."""
     on_gpu = ranks.device.type == "cuda"
     jax.config.update("jax_platforms", "cuda" if on_gpu else "cpu")
-    port = int(os.environ["MASTER_PORT"]) + 1
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = torch.tensor(free.getsockname()[1], device=ranks.device)
+    ranks.comm.broadcast(port, 0, async_op=False)
     jax.distributed.initialize(
-        f"{os.environ['MASTER_ADDR']}:{port}",
+        f"{os.environ['MASTER_ADDR']}:{port.item()}",
         ranks.size,
         ranks.rank,
         local_device_ids=[ranks.device.index] if on_gpu else None,

@@ -29,7 +29,7 @@ def varying(axis: str | None, *arrays: Array) -> tuple[Array, ...]:
     """Returns the arrays as shard_map with check_vma=True must see operands: all vary over `axis`, and over what others
     do. Elsewhere they stay as they are."""
     axes = set().union(*map(_varying_axes, arrays))
-    if axis is not None and is_in_shard_map(axis):
+    if axis is not None and size_in_shard_map(axis) is not None:
         axes.add(axis)
     missing = [tuple(sorted(axes - _varying_axes(x))) for x in arrays]
     return tuple(
@@ -37,13 +37,12 @@ def varying(axis: str | None, *arrays: Array) -> tuple[Array, ...]:
     )
 
 
-def is_in_shard_map(axis: str) -> bool:
-    """True while a function is traced for one rank of a mesh axis."""
+def size_in_shard_map(axis: str) -> int | None:
+    """Returns the size of a mesh axis while a function is traced for one of its ranks; else None."""
     try:
-        jax.lax.axis_size(axis)
+        return int(jax.lax.axis_size(axis))
     except NameError:
-        return False
-    return True
+        return None
 
 
 def _varying_axes(x: Array) -> set[str]:

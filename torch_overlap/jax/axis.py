@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from torch_overlap.jax._ffi import size_in_shard_map
 from torch_overlap.jax._library import call, register_handlers
 
 _ADDRESS_BYTES = 256
@@ -52,11 +53,8 @@ def find_axis(op: str, axis: Axis | str) -> Axis:
             f"{op}: expected axis to be one of {sorted(_axes)}, got {axis!r}. "
             "Call torch_overlap.jax.bootstrap(mesh, axis) first."
         )
-    try:
-        size = jax.lax.axis_size(found.name)
-    except NameError:  # not in shard_map
-        return found
-    if size != found.size:
+    size = size_in_shard_map(found.name)
+    if size not in (None, found.size):
         raise ValueError(
             f"{op}: expected a mesh with {found.size} devices along '{found.name}', as that of bootstrap(), got "
             f"{size}. Call bootstrap() with the mesh of the program."

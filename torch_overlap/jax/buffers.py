@@ -49,7 +49,11 @@ class Buffer:
 
     comm_type: CommOverlapType
     method: CommOverlapMethod
-    tp_size: int
+    axis: Axis
+
+    @property
+    def tp_size(self) -> int:
+        return self.axis.size
 
 
 # XLA's numbers of dtypes (XLA_FFI_DataType).
@@ -135,7 +139,7 @@ def create_comm_overlap_buffer(
         *(_or_default(op, name, value) for name, value in flags.items()),
         *(int(flag) for flag in (atomic_gemm, rs_overlap_first_gemm, aggregate_ag, relay_ag)),
     )
-    _buffers[made] = Buffer(CommOverlapType(comm_type), CommOverlapMethod(method), size)
+    _buffers[made] = Buffer(CommOverlapType(comm_type), CommOverlapMethod(method), axis)
     return made
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from torch_overlap.jax._ffi import Array, ffi_call, none, result, without_batches
+from torch_overlap.jax._ffi import Array, ffi_call, none, result, varying, without_batches
+from torch_overlap.jax.axis import find_axis
 from torch_overlap.jax.buffers import CommOverlapMethod, CommOverlapType, ScalingMode, find_buffer
 
 __all__ = ["GemmResults", "gemm"]
@@ -135,6 +136,9 @@ def _run(operands: tuple[Array, ...], static: _Static) -> tuple[Array, ...]:
     def call(*operands: Array) -> Any:
         shapes = _result_shapes(dict(zip(_OPERANDS, operands, strict=True)), attributes, static)
         communicates = attributes["comm_type"] != CommOverlapType.NONE
+        if communicates:
+            axis = find_axis("gemm", find_buffer("gemm", attributes["comm_overlap_id"]).axis)
+            operands = varying(axis.name, *operands)
         return ffi_call("GemmHandler", shapes, *operands, communicates=communicates, **attributes)
 
     return tuple(without_batches("gemm", call)(*operands))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from torch_overlap.jax._ffi import Array, check_shared, is_in_shard_map
+from torch_overlap.jax._ffi import Array, check_shared, size_in_shard_map
 from torch_overlap.jax.axis import Axis, check_mesh, find_axis
 from torch_overlap.jax.products import ALGORITHMS, gather_product, product_scatter
 
@@ -57,7 +57,7 @@ def row_parallel(x: Array, w: Array, axis: Axis | str, *, algorithm: str = "auto
 def _product(op: str, x: Array, w: Array, axis: Axis | str, algorithm: str) -> Array:
     x, w = jnp.asarray(x), jnp.asarray(w)
     found = find_axis(op, axis)
-    if is_in_shard_map(found.name):
+    if size_in_shard_map(found.name) is not None:
         raise ValueError(
             f"{op}: expected global arrays, outside of shard_map, got one rank's parts. Call "
             f"{'all_gather_matmul' if op == 'column_parallel' else 'matmul_reduce_scatter'} there."

@@ -16,13 +16,17 @@ constexpr std::string_view kAllGatherMatmul = AllGatherMatmul::kName;
 AllGatherMatmul::Result allocate(const AllGatherMatmul& call, int64_t dim) {
   const auto& [x, weights, biases] = std::tie(call.x, call.weights, call.biases);
   check_weight_count(kAllGatherMatmul, weights.size(), biases.size());
-  static const AllGatherMatmul::Result kNone;
-  const auto& [given_products, given_rows] = call.into != nullptr ? *call.into : kNone;
+  const auto* const given = call.into;
+  TORCH_OVERLAP_CHECK(given == nullptr || std::get<0>(*given).size() == weights.size(), kValue,
+                      kAllGatherMatmul, ": expected memory for ", weights.size(),
+                      " products, got it for ", std::get<0>(*given).size(), ". Pass all.");
   auto sizes = x.sym_sizes().vec();
   sizes[dim] *= call.group_size;
-  auto gathered = call.return_gathered ? result_memory(kAllGatherMatmul, "the gathered x",
-                                                       given_rows, sizes, x.options())
-                                       : at::empty({0}, x.options());
+  auto gathered =
+      call.return_gathered
+          ? result_memory(kAllGatherMatmul, "the gathered x",
+                          given != nullptr ? &std::get<1>(*given) : nullptr, sizes, x.options())
+          : at::empty({0}, x.options());
   std::vector<Tensor> products;
   for (size_t i = 0; i < weights.size(); ++i) {
     check_weight(kAllGatherMatmul, x, weights[i], static_cast<int64_t>(i));
@@ -30,8 +34,8 @@ AllGatherMatmul::Result allocate(const AllGatherMatmul& call, int64_t dim) {
     const auto bias = optional_at(biases, i);
     if (bias) check_bias(kAllGatherMatmul, x, *bias, weights[i], static_cast<int64_t>(i));
     products.push_back(result_memory(kAllGatherMatmul, "a product",
-                                     i < given_products.size() ? given_products[i] : Tensor(),
-                                     sizes, x.options()));
+                                     given != nullptr ? &std::get<0>(*given)[i] : nullptr, sizes,
+                                     x.options()));
   }
   return {std::move(products), std::move(gathered)};
 }

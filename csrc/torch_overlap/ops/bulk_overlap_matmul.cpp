@@ -96,8 +96,10 @@ void scatter_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& 
 
 // The only algorithm of this operator that uses memory of other ranks is "bulk".
 void explain_as_bulk() {
-  auto& choice = ExplainScope::current()->choice;
-  if (choice->algorithm == Algorithm::p2p) choice->algorithm = Algorithm::bulk;
+  ExplainScope* const scope = ExplainScope::current();  // null in a PrepareScope
+  if (scope != nullptr && scope->choice->algorithm == Algorithm::p2p) {
+    scope->choice->algorithm = Algorithm::bulk;
+  }
 }
 
 // Runs the products concurrently with `result` = the collective of `other`.

@@ -75,10 +75,10 @@ std::shared_ptr<TorchComm> find_comm(std::string_view name);
 ReduceOp parse_reduction(std::string_view op, const at::Tensor& x, std::string_view name,
                          const std::optional<at::Scalar>& factor);
 
-// Returns memory for a result: `given`, if it is defined, else a new tensor. Throws, naming it
-// `name`, unless the given one is contiguous and has these sizes and options. One without elements
-// need not be given.
-at::Tensor result_memory(std::string_view op, std::string_view name, const at::Tensor& given,
+// Returns memory for a result: `*caller`, or a new tensor if it is null. Throws, naming
+// it `name`, unless the caller's is contiguous and has these sizes and options. One without
+// elements may be undefined.
+at::Tensor result_memory(std::string_view op, std::string_view name, const at::Tensor* caller,
                          c10::SymIntArrayRef sizes, const at::TensorOptions& options);
 
 // Checks that no two elements of `x`, which the operator overwrites, share memory (as those of an

@@ -40,7 +40,7 @@ class TORCH_OVERLAP_API ExplainScope {
 };
 
 // While it lives, choose_algorithm() on this thread chooses, and creates what the algorithm needs
-// for eager and for captured calls, and the operators compute nothing. Collective.
+// for eager and for captured calls, and the forward operators compute nothing. Collective.
 class TORCH_OVERLAP_API PrepareScope {
  public:
   PrepareScope();

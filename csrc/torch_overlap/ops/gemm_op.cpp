@@ -229,10 +229,7 @@ Tensor gemm_result(const GemmOp& call, size_t index, c10::SymIntArrayRef sizes,
   constexpr std::array<const char*, 4> kNames{"output", "bias_grad", "pre_gelu_out", "aux_out"};
   const std::array<const Tensor*, 4> given{&std::get<0>(*call.into), &std::get<1>(*call.into),
                                            &std::get<2>(*call.into), &std::get<3>(*call.into)};
-  const Tensor& result = *given.at(index);
-  // A result that the caller does not expect is none.
-  return result_memory(op, kNames.at(index), result.defined() ? result : at::empty({0}, options),
-                       sizes, options);
+  return result_memory(op, kNames.at(index), given.at(index), sizes, options);
 }
 
 GemmResults empty_gemm_results(const GemmOp& call, std::string_view op) {

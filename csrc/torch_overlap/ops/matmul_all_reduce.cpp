@@ -22,8 +22,7 @@ Tensor allocate(const MatmulAllReduce& call) {
   if (call.bias) check_bias(kMatmulAllReduce, call.x, *call.bias, call.weight);
   auto sizes = call.x.sym_sizes().vec();
   sizes.back() = call.weight.sym_size(0);
-  return result_memory(kMatmulAllReduce, "the result", call.into != nullptr ? *call.into : Tensor(),
-                       sizes, call.x.options());
+  return result_memory(kMatmulAllReduce, "the result", call.into, sizes, call.x.options());
 }
 
 Tensor matmul_all_reduce_kernel(const MatmulAllReduce& call) {

@@ -25,8 +25,7 @@ Tensor allocate(const MatmulReduceScatter& call, int64_t dim) {
   auto sizes = call.x.sym_sizes().vec();
   sizes[dim] = sizes[dim] / call.group_size;
   sizes.back() = call.weight.sym_size(0);
-  return result_memory(kMatmulReduceScatter, "the result",
-                       call.into != nullptr ? *call.into : Tensor(), sizes, call.x.options());
+  return result_memory(kMatmulReduceScatter, "the result", call.into, sizes, call.x.options());
 }
 
 Tensor matmul_reduce_scatter_kernel(const MatmulReduceScatter& call) {

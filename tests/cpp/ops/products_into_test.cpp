@@ -96,7 +96,12 @@ TEST(ProductsInto, RefuseResultsThatDoNotFit) {
     EXPECT_TRUE(contains(message(poisoned({2, 2, 6})), expected + "of dtype"));
     EXPECT_TRUE(contains(message(poisoned({6, 2, 2}, at::kDouble).permute({1, 2, 0})),
                          expected + "contiguous, got strides"));
-    const ops::AllGatherMatmul::Result short_rows{std::vector<at::Tensor>(), poisoned({6})};
+    const ops::AllGatherMatmul::Result no_products{std::vector<at::Tensor>(), at::Tensor()};
+    EXPECT_TRUE(
+        contains(error_of([&] { ops::all_gather_matmul_into(calls.gather, no_products); }).what(),
+                 "all_gather_matmul: expected memory for 2 products, got it for 0"));
+    EXPECT_TRUE(contains(message(at::Tensor()), expected + "of shape [2, 2, 6], got [0]"));
+    const ops::AllGatherMatmul::Result short_rows{std::vector<at::Tensor>(2), poisoned({6})};
     EXPECT_TRUE(
         contains(error_of([&] { ops::all_gather_matmul_into(calls.gather, short_rows); }).what(),
                  "all_gather_matmul: expected the gathered x of shape [6, 4, 5], got [6]"));

@@ -81,6 +81,11 @@ def test_results_vary_over_the_ranks(mesh):
     for where in (P("tp"), P()):
         with pytest.raises(ValueError, match="out_specs"):
             checked(lambda x: toj.reduce_scatter(x, "tp"), P(), where).lower(x)
+    made = toj.create_comm_overlap_buffer("tp", Type.RS, Method.PIPELINE, (4, 4), jnp.float64)
+    buffer = {"comm_type": Type.RS, "comm_overlap_method": Method.PIPELINE, "comm_overlap_id": made}
+    with pytest.raises(ValueError, match="out_specs"):
+        checked(lambda x: toj.gemm(x, x.T, **buffer).output, P(), P()).lower(x)
+    toj.destroy_comm_overlap_buffer(made)
     lax = jax.lax
     for ours, plain in (
         (lambda x: toj.all_gather(x, "tp"), lambda x: lax.all_gather(x, "tp", tiled=True)),

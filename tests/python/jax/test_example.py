@@ -23,3 +23,18 @@ def test_losses_of_both_ways_are_equal(arguments):
     # Lines of gloo's threads may be among those of the program.
     steps = re.findall(r"^ *(\d+)  \d+\.\d+  \d+\.\d+$", done.stdout, re.MULTILINE)
     assert steps == [str(step) for step in range(int(arguments[1]))]
+
+
+def test_the_benchmark_runs_without_a_gpu():
+    """It compares the results of all ways."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*command, str(ROOT / "benchmarks" / "jax_overlap.py"), "--rounds", "2"],
+        env=env | {"JAX_ENABLE_X64": "0"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"'op': '(\w+)'", done.stdout) == ["ag_gemm", "gemm_rs"]
