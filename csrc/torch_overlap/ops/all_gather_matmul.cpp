@@ -178,12 +178,3 @@ TORCH_OVERLAP_AUTOGRAD(AllGatherMatmul, autograd_kernel<AllGatherMatmul>)
 TORCH_OVERLAP_AUTOCAST(AllGatherMatmul)
 
 }  // namespace torch_overlap::ops
-
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "all_gather_matmul(Tensor x, Tensor[] weights, Tensor?[] biases, str comm, int group_size,"
-      " int gather_dim=0, bool return_gathered=False, str algorithm=\"auto\","
-      " Tensor[]? main_grads=None)"
-      " -> (Tensor[], Tensor)",
-      {at::Tag::pt2_compliant_tag});
-}

@@ -192,11 +192,3 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward(const AllGatherMatmul
 }
 
 }  // namespace torch_overlap::ops
-
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "_all_gather_matmul_backward(Tensor[] grads, Tensor x, Tensor[] weights, Tensor? gathered,"
-      " Tensor? gathered_grad, bool x_wanted, int[] wanted, str comm, int group_size,"
-      " int gather_dim, str algorithm) -> (Tensor, Tensor[])",
-      {at::Tag::pt2_compliant_tag});
-}

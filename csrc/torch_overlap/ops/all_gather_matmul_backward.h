@@ -24,13 +24,8 @@ struct AllGatherMatmulBackward {
   // No argument of the operator, whose schema does not name memory that is written: of each weight
   // that is wanted; or empty.
   WeightBuffers main_grads{};
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.grads, self.x, self.weights, self.gathered, self.gathered_grad,
-                    self.x_wanted, self.wanted, self.comm, self.group_size, self.gather_dim,
-                    self.algorithm);
-  }
+  TORCH_OVERLAP_FIELDS(grads, x, weights, gathered, gathered_grad, x_wanted, wanted, comm,
+                       group_size, gather_dim, algorithm);
 };
 
 // The operator; with main_grads its kernel, which then returns no gradients of weights.

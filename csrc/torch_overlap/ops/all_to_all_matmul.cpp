@@ -73,12 +73,7 @@ struct AllToAllMatmulBackward {
   std::string_view comm;
   int64_t group_size;
   std::string_view algorithm;
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.grad, self.x, self.weight, self.x_wanted, self.weight_wanted, self.comm,
-                    self.group_size, self.algorithm);
-  }
+  TORCH_OVERLAP_FIELDS(grad, x, weight, x_wanted, weight_wanted, comm, group_size, algorithm);
 };
 
 AllToAllMatmulBackward::Result all_to_all_matmul_backward_kernel(
@@ -183,14 +178,3 @@ TORCH_OVERLAP_AUTOCAST(AllToAllMatmul)
 TORCH_OVERLAP_OPERATOR(AllToAllMatmulBackward, all_to_all_matmul_backward_kernel)
 
 }  // namespace torch_overlap::ops
-
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "all_to_all_matmul(Tensor x, Tensor weight, Tensor? bias, str comm, int group_size,"
-      " str algorithm=\"auto\") -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_all_to_all_matmul_backward(Tensor grad, Tensor x, Tensor weight, bool x_wanted,"
-      " bool weight_wanted, str comm, int group_size, str algorithm) -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-}

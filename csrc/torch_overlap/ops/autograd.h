@@ -13,8 +13,7 @@
 
 // The gradient of an operator that operator.h describes. An operator that has one adds:
 //
-//   template <typename Self>
-//   static auto saved(Self& self) { return std::tie(self.x, self.weight); }   // kept for backward
+//   TORCH_OVERLAP_SAVED(x, weight)   // kept for backward
 //   static void backward(Backward<Op>& pass);
 //
 // It may add `static variable_list saved_results(const Op&, const variable_list& results)` and
@@ -44,8 +43,7 @@ void append_tensors(const Attribute&, variable_list&) {}
 template <typename Op>
 variable_list tensors_of(const Op& call) {
   variable_list tensors;
-  std::apply([&](const auto&... fields) { (append_tensors(fields, tensors), ...); },
-             Op::fields(call));
+  std::apply([&](const auto&... fields) { (append_tensors(fields, tensors), ...); }, call.fields());
   return tensors;
 }
 
@@ -73,7 +71,7 @@ template <typename Op>
   requires requires { Op::kName; }
 bool needs_autograd(const Op& call) {
   return std::apply([](const auto&... fields) { return (needs_autograd(fields) || ...); },
-                    Op::fields(call));
+                    call.fields());
 }
 
 // Conversions of the results of an operator.
@@ -113,11 +111,11 @@ class Backward {
     // Elements of a tuple that the context keeps: strings are referred to, not copied.
     const auto& stored = context->saved_data.at(kKey).toTupleRef().elements();
     size_t field = 0;
-    std::apply([&](auto&... fields) { (restore(fields, stored[field++]), ...); }, Op::fields(call));
+    std::apply([&](auto&... fields) { (restore(fields, stored[field++]), ...); }, call.fields());
     gradients_.resize(num_operands_ + 1);  // the call itself is an argument, too
     const auto tensors = context->get_saved_variables();
     size_t next = 0;
-    std::apply([&](auto&... fields) { (take(fields, tensors, next), ...); }, Op::saved(call));
+    std::apply([&](auto&... fields) { (take(fields, tensors, next), ...); }, call.saved());
     for (; next < tensors.size(); ++next) saved_results.push_back(conjugate(tensors[next]));
   }
 
@@ -150,10 +148,10 @@ class Backward {
                   [](const auto&... fields) {
                     return c10::ivalue::Tuple::create(std::vector<IValue>{stored_value(fields)...});
                   },
-                  Op::fields(call)));
+                  call.fields()));
     variable_list tensors;
     std::apply([&](const auto&... fields) { (append_tensors(fields, tensors), ...); },
-               Op::saved(call));
+               call.saved());
     if constexpr (requires { Op::saved_results(call, results); }) {
       const auto kept = Op::saved_results(call, results);
       tensors.insert(tensors.end(), kept.begin(), kept.end());

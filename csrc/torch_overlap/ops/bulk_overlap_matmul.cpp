@@ -190,13 +190,8 @@ struct BulkOverlapMatmulBackward {
   int64_t group_size;
   int64_t dim;
   std::string_view algorithm;
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.grad, self.x, self.weight, self.other_grad, self.x_wanted,
-                    self.weight_wanted, self.collective, self.comm, self.group_size, self.dim,
-                    self.algorithm);
-  }
+  TORCH_OVERLAP_FIELDS(grad, x, weight, other_grad, x_wanted, weight_wanted, collective, comm,
+                       group_size, dim, algorithm);
 };
 
 std::string_view dual_collective(std::string_view collective) {
@@ -286,15 +281,3 @@ TORCH_OVERLAP_AUTOCAST(BulkOverlapMatmul)
 TORCH_OVERLAP_OPERATOR(BulkOverlapMatmulBackward, bulk_overlap_matmul_backward_kernel)
 
 }  // namespace torch_overlap::ops
-
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "bulk_overlap_matmul(Tensor x, Tensor weight, Tensor? bias, Tensor other, str collective,"
-      " str comm, int group_size, int dim=0, str algorithm=\"auto\") -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_bulk_overlap_matmul_backward(Tensor grad, Tensor x, Tensor weight, Tensor other_grad,"
-      " bool x_wanted, bool weight_wanted, str collective, str comm, int group_size, int dim,"
-      " str algorithm) -> (Tensor, Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-}

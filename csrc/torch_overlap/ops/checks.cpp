@@ -177,7 +177,7 @@ ReduceOp parse_reduction(std::string_view op, const at::Tensor& x, std::string_v
 at::Tensor result_memory(std::string_view op, std::string_view name, const at::Tensor* caller,
                          c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
   if (caller == nullptr) return at::empty_symint(sizes, options);
-  const at::Tensor given = caller->defined() ? *caller : at::empty({0}, options);
+  at::Tensor given = caller->defined() ? *caller : at::empty({0}, options);
   if (given.numel() == 0 && c10::multiply_integers(sizes) == 0) {
     return at::empty_symint(sizes, options);
   }

@@ -53,12 +53,7 @@ struct MatmulAllReduceBackward {
   int64_t group_size;
   std::string_view op;
   std::string_view algorithm;
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.grad, self.x, self.weight, self.x_wanted, self.weight_wanted, self.comm,
-                    self.group_size, self.op, self.algorithm);
-  }
+  TORCH_OVERLAP_FIELDS(grad, x, weight, x_wanted, weight_wanted, comm, group_size, op, algorithm);
 };
 
 bool is_pipelined(const std::shared_ptr<TorchComm>& comm, const Tensor& sum,
@@ -177,14 +172,3 @@ TORCH_OVERLAP_AUTOCAST(MatmulAllReduce)
 TORCH_OVERLAP_OPERATOR(MatmulAllReduceBackward, matmul_all_reduce_backward_kernel)
 
 }  // namespace torch_overlap::ops
-
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "matmul_all_reduce(Tensor x, Tensor weight, Tensor? bias, str comm, int group_size,"
-      " str op=\"sum\", str algorithm=\"auto\") -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_matmul_all_reduce_backward(Tensor grad, Tensor x, Tensor weight, bool x_wanted,"
-      " bool weight_wanted, str comm, int group_size, str op, str algorithm) -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-}

@@ -114,12 +114,8 @@ struct MatmulAllToAllBackward {
   std::string_view comm;
   int64_t group_size;
   std::string_view algorithm;
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.grads, self.x, self.weights, self.x_wanted, self.weights_wanted,
-                    self.biases_wanted, self.comm, self.group_size, self.algorithm);
-  }
+  TORCH_OVERLAP_FIELDS(grads, x, weights, x_wanted, weights_wanted, biases_wanted, comm, group_size,
+                       algorithm);
 };
 
 MatmulAllToAllBackward::Result allocate(const MatmulAllToAllBackward& call) {
@@ -267,15 +263,3 @@ TORCH_OVERLAP_AUTOCAST(MatmulAllToAll)
 TORCH_OVERLAP_OPERATOR(MatmulAllToAllBackward, matmul_all_to_all_backward_kernel)
 
 }  // namespace torch_overlap::ops
-
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "matmul_all_to_all(Tensor x, Tensor[] weights, Tensor?[] biases, str comm, int group_size,"
-      " str algorithm=\"auto\") -> Tensor[]",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_matmul_all_to_all_backward(Tensor[] grads, Tensor x, Tensor[] weights, bool x_wanted,"
-      " int[] weights_wanted, int[] biases_wanted, str comm, int group_size, str algorithm)"
-      " -> (Tensor, Tensor[], Tensor[])",
-      {at::Tag::pt2_compliant_tag});
-}

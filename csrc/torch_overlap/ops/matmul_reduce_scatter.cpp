@@ -71,12 +71,8 @@ struct MatmulReduceScatterBackward {
   std::string_view algorithm;
   std::optional<Tensor> regather;
   std::vector<Tensor> main_grads{};  // no argument of the operator, whose schema names no memory
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.grad, self.x, self.weight, self.weight_wanted, self.comm, self.group_size,
-                    self.scatter_dim, self.algorithm, self.regather);
-  }
+  TORCH_OVERLAP_FIELDS(grad, x, weight, weight_wanted, comm, group_size, scatter_dim, algorithm,
+                       regather);
 };
 
 void add_products(const std::vector<Tensor>& main_grads, const Tensor& grad_rows,
@@ -215,16 +211,3 @@ TORCH_OVERLAP_AUTOCAST(MatmulReduceScatter)
 TORCH_OVERLAP_OPERATOR(MatmulReduceScatterBackward, matmul_reduce_scatter_backward_kernel)
 
 }  // namespace torch_overlap::ops
-
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "matmul_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, str comm, int group_size,"
-      " int scatter_dim=0, str op=\"sum\", str algorithm=\"auto\", Tensor? regather=None,"
-      " Tensor[]? main_grads=None) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_matmul_reduce_scatter_backward(Tensor grad, Tensor x, Tensor weight, bool weight_wanted,"
-      " str comm, int group_size, int scatter_dim, str algorithm, Tensor? regather)"
-      " -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-}

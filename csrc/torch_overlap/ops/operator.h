@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <tuple>
 #include <type_traits>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "torch_overlap/ops/register.h"
+#include "torch_overlap/ops/schema.h"
 
 // An operator is a struct that declares its arguments once, as fields in the order of the schema; a
 // value of it is one call:
@@ -17,13 +19,12 @@
 //     static constexpr const char* kName = "matmul_all_reduce";
 //     Tensor x;
 //     ...
-//     template <typename Self>
-//     static auto fields(Self& self) { return std::tie(self.x, ...); }
+//     TORCH_OVERLAP_FIELDS(x, ...);
 //   };
 //
-// From it come the signature, the call through the dispatcher, the Meta kernel (the real kernel,
-// which returns after it has allocated the results; see is_shape_only()), autocast, and the
-// bookkeeping of the gradient (autograd.h).
+// From it come the schema, the signature, the call through the dispatcher, the Meta kernel (the
+// real kernel, which returns after it has allocated the results; see is_shape_only()), autocast,
+// and the bookkeeping of the gradient (autograd.h).
 namespace torch_overlap::ops {
 
 // The type of a field as an argument of a kernel.
@@ -63,7 +64,7 @@ class OperatorOf<Op, std::tuple<const Fields&...>> {
   static Result dispatch(const Op& call) {
     static const auto handle = find_op<Result(Parameter<Fields>...)>(Op::kName);
     return std::apply([](const Fields&... fields) { return handle.call(fields...); },
-                      Op::fields(call));
+                      call.fields());
   }
 
   // kKernel with the arguments of the schema.
@@ -119,18 +120,25 @@ class Autocast {
 template <typename Op, c10::DeviceType kDevice>
 typename Op::Result autocast_kernel(const Op& call) {
   const Autocast<kDevice> cast;
-  Op casted =
-      std::apply([&](const auto&... fields) { return Op{cast(fields)...}; }, Op::fields(call));
+  Op casted = std::apply([&](const auto&... fields) { return Op{cast(fields)...}; }, call.fields());
   // The operand of a collective that is no product keeps its dtype.
   if constexpr (requires { call.other; }) casted.other = call.other;
   return Operator<Op>::dispatch(casted);
 }
 
-// Registers `kernel` for every backend and for Meta.
-#define TORCH_OVERLAP_OPERATOR(Op, kernel) \
+// Defines the operator, with `kernel` for every backend and for Meta.
+#define TORCH_OVERLAP_OPERATOR(Op, kernel)                        \
+  TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {                      \
+    m.def(schema_of<Op>().c_str(), {at::Tag::pt2_compliant_tag}); \
+  }                                                               \
   TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) { m.impl<Op, kernel>(); }
 #define TORCH_OVERLAP_AUTOGRAD(Op, kernel) \
   TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl<Op, kernel>(); }
+// A backward pass through the operator raises an error.
+#define TORCH_OVERLAP_NO_GRADIENT(Op)                                     \
+  TORCH_OVERLAP_KERNELS(Autograd, m) {                                    \
+    m.impl(Op::kName, torch::autograd::autogradNotImplementedFallback()); \
+  }
 // Registers autocast on CPUs and GPUs.
 #define TORCH_OVERLAP_AUTOCAST(Op)                                                       \
   TORCH_OVERLAP_KERNELS(AutocastCPU, m) { m.impl<Op, autocast_kernel<Op, at::kCPU>>(); } \

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/ops/fields.h"
 
 // The operators torch.ops.torch_overlap.* as C++ functions. Each call goes through the dispatcher:
 // autograd, autocast, tracing and the Meta kernels see it. docs/reference/operators.md documents
@@ -66,16 +67,9 @@ struct AllGatherMatmul {
   std::string_view algorithm = "auto";
   MainGrads main_grads{};
   const Result* into = nullptr;  // see all_gather_matmul_into()
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.weights, self.biases, self.comm, self.group_size, self.gather_dim,
-                    self.return_gathered, self.algorithm, self.main_grads);
-  }
-  template <typename Self>
-  static auto saved(Self& self) {
-    return std::tie(self.x, self.weights);
-  }
+  TORCH_OVERLAP_FIELDS(x, weights, biases, comm, group_size, gather_dim, return_gathered, algorithm,
+                       main_grads);
+  TORCH_OVERLAP_SAVED(x, weights)
   static std::vector<Tensor> saved_results(const AllGatherMatmul& call,
                                            const std::vector<Tensor>& results);
   static void backward(Backward<AllGatherMatmul>& pass);
@@ -101,16 +95,9 @@ struct MatmulReduceScatter {
   std::optional<Tensor> regather{};
   MainGrads main_grads{};
   const Result* into = nullptr;
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.weight, self.bias, self.comm, self.group_size, self.scatter_dim,
-                    self.op, self.algorithm, self.regather, self.main_grads);
-  }
-  template <typename Self>
-  static auto saved(Self& self) {
-    return std::tie(self.x, self.weight, self.regather);
-  }
+  TORCH_OVERLAP_FIELDS(x, weight, bias, comm, group_size, scatter_dim, op, algorithm, regather,
+                       main_grads);
+  TORCH_OVERLAP_SAVED(x, weight, regather)
   static void backward(Backward<MatmulReduceScatter>& pass);
 };
 TORCH_OVERLAP_API Tensor matmul_reduce_scatter(const MatmulReduceScatter& call);
@@ -127,16 +114,8 @@ struct MatmulAllReduce {
   std::string_view op = "sum";
   std::string_view algorithm = "auto";
   const Result* into = nullptr;
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.weight, self.bias, self.comm, self.group_size, self.op,
-                    self.algorithm);
-  }
-  template <typename Self>
-  static auto saved(Self& self) {
-    return std::tie(self.x, self.weight);
-  }
+  TORCH_OVERLAP_FIELDS(x, weight, bias, comm, group_size, op, algorithm);
+  TORCH_OVERLAP_SAVED(x, weight)
   static void backward(Backward<MatmulAllReduce>& pass);
 };
 TORCH_OVERLAP_API Tensor matmul_all_reduce(const MatmulAllReduce& call);
@@ -152,12 +131,7 @@ struct AllReduceRmsNorm {
   std::string_view comm;
   int64_t group_size = 1;
   double eps = 1e-6;
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.residual, self.weight, self.bias, self.comm, self.group_size,
-                    self.eps);
-  }
+  TORCH_OVERLAP_FIELDS(x, residual, weight, bias, comm, group_size, eps);
 };
 TORCH_OVERLAP_API AllReduceRmsNorm::Result all_reduce_rms_norm(const AllReduceRmsNorm& call);
 
@@ -173,12 +147,7 @@ struct MatmulAllReduceRmsNorm {
   int64_t group_size = 1;
   double eps = 1e-6;
   std::string_view algorithm = "auto";
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.weight, self.bias, self.residual, self.norm_weight, self.comm,
-                    self.group_size, self.eps, self.algorithm);
-  }
+  TORCH_OVERLAP_FIELDS(x, weight, bias, residual, norm_weight, comm, group_size, eps, algorithm);
 };
 TORCH_OVERLAP_API MatmulAllReduceRmsNorm::Result matmul_all_reduce_rms_norm(
     const MatmulAllReduceRmsNorm& call);
@@ -188,6 +157,8 @@ TORCH_OVERLAP_API MatmulAllReduceRmsNorm::Result matmul_all_reduce_rms_norm(
 struct AllReduceRmsNormQuantize {
   using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
   static constexpr const char* kName = "all_reduce_rms_norm_quantize";
+  static constexpr const char* kResults =
+      "(Tensor data, Tensor scale_inv, Tensor residual_out, Tensor norm)";
   Tensor x;
   Tensor residual;
   Tensor weight;
@@ -198,17 +169,15 @@ struct AllReduceRmsNormQuantize {
   int64_t group_size = 1;
   double eps = 1e-6;
   bool return_norm = false;
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.residual, self.weight, self.bias, self.scale, self.scaling_mode,
-                    self.comm, self.group_size, self.eps, self.return_norm);
-  }
+  TORCH_OVERLAP_FIELDS(x, residual, weight, bias, scale, scaling_mode, comm, group_size, eps,
+                       return_norm);
 };
 
 struct MatmulAllReduceRmsNormQuantize {
   using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
   static constexpr const char* kName = "matmul_all_reduce_rms_norm_quantize";
+  static constexpr const char* kResults =
+      "(Tensor data, Tensor scale_inv, Tensor residual_out, Tensor norm)";
   Tensor x;
   Tensor weight;
   std::optional<Tensor> bias{};
@@ -221,13 +190,8 @@ struct MatmulAllReduceRmsNormQuantize {
   double eps = 1e-6;
   bool return_norm = false;
   std::string_view algorithm = "auto";
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.weight, self.bias, self.residual, self.norm_weight, self.scale,
-                    self.scaling_mode, self.comm, self.group_size, self.eps, self.return_norm,
-                    self.algorithm);
-  }
+  TORCH_OVERLAP_FIELDS(x, weight, bias, residual, norm_weight, scale, scaling_mode, comm,
+                       group_size, eps, return_norm, algorithm);
 };
 
 struct AllToAllMatmul {
@@ -239,15 +203,8 @@ struct AllToAllMatmul {
   std::string_view comm;
   int64_t group_size = 1;
   std::string_view algorithm = "auto";
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.weight, self.bias, self.comm, self.group_size, self.algorithm);
-  }
-  template <typename Self>
-  static auto saved(Self& self) {
-    return std::tie(self.x, self.weight);
-  }
+  TORCH_OVERLAP_FIELDS(x, weight, bias, comm, group_size, algorithm);
+  TORCH_OVERLAP_SAVED(x, weight)
   static void backward(Backward<AllToAllMatmul>& pass);
 };
 TORCH_OVERLAP_API Tensor all_to_all_matmul(const AllToAllMatmul& call);
@@ -261,15 +218,8 @@ struct MatmulAllToAll {
   std::string_view comm;
   int64_t group_size = 1;
   std::string_view algorithm = "auto";
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.weights, self.biases, self.comm, self.group_size, self.algorithm);
-  }
-  template <typename Self>
-  static auto saved(Self& self) {
-    return std::tie(self.x, self.weights);
-  }
+  TORCH_OVERLAP_FIELDS(x, weights, biases, comm, group_size, algorithm);
+  TORCH_OVERLAP_SAVED(x, weights)
   static void backward(Backward<MatmulAllToAll>& pass);
 };
 TORCH_OVERLAP_API std::vector<Tensor> matmul_all_to_all(const MatmulAllToAll& call);
@@ -286,16 +236,8 @@ struct BulkOverlapMatmul {
   int64_t group_size = 1;
   int64_t dim = 0;
   std::string_view algorithm = "auto";
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.weight, self.bias, self.other, self.collective, self.comm,
-                    self.group_size, self.dim, self.algorithm);
-  }
-  template <typename Self>
-  static auto saved(Self& self) {
-    return std::tie(self.x, self.weight);
-  }
+  TORCH_OVERLAP_FIELDS(x, weight, bias, other, collective, comm, group_size, dim, algorithm);
+  TORCH_OVERLAP_SAVED(x, weight)
   static std::vector<Tensor> non_differentiable(const std::vector<Tensor>& results);
   static void backward(Backward<BulkOverlapMatmul>& pass);
 };

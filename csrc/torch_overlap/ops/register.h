@@ -53,7 +53,7 @@ inline Tensor register_started(std::string_view op, const Tensor& x, StartedOp s
 template <typename Op, typename Fields>
 class OperatorOf;
 template <typename Op>
-using Operator = OperatorOf<Op, decltype(Op::fields(std::declval<const Op&>()))>;
+using Operator = OperatorOf<Op, decltype(std::declval<const Op&>().fields())>;
 
 // Registers kernels for TORCH_OVERLAP_KERNELS. Each kernel translates its exceptions.
 class Kernels {

@@ -1,7 +1,6 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rms_norm.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <functional>
 
@@ -286,36 +285,8 @@ TORCH_OVERLAP_OPERATOR(MatmulAllReduceRmsNorm, matmul_all_reduce_rms_norm_kernel
 TORCH_OVERLAP_AUTOGRAD(MatmulAllReduceRmsNorm, matmul_all_reduce_rms_norm_autograd)
 TORCH_OVERLAP_AUTOCAST(MatmulAllReduceRmsNorm)
 TORCH_OVERLAP_OPERATOR(AllReduceRmsNormQuantize, all_reduce_rms_norm_quantize_kernel)
+TORCH_OVERLAP_NO_GRADIENT(AllReduceRmsNormQuantize)
 TORCH_OVERLAP_OPERATOR(MatmulAllReduceRmsNormQuantize, matmul_all_reduce_rms_norm_quantize_kernel)
+TORCH_OVERLAP_NO_GRADIENT(MatmulAllReduceRmsNormQuantize)
 
 }  // namespace torch_overlap::ops
-
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, str comm,"
-      " int group_size, float eps=1e-06) -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "matmul_all_reduce_rms_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual,"
-      " Tensor norm_weight, str comm, int group_size, float eps=1e-06, str algorithm=\"auto\")"
-      " -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "all_reduce_rms_norm_quantize(Tensor x, Tensor residual, Tensor weight, Tensor? bias,"
-      " Tensor? scale, int scaling_mode, str comm, int group_size, float eps=1e-06,"
-      " bool return_norm=False) -> (Tensor data, Tensor scale_inv, Tensor residual_out, Tensor "
-      "norm)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "matmul_all_reduce_rms_norm_quantize(Tensor x, Tensor weight, Tensor? bias,"
-      " Tensor residual, Tensor norm_weight, Tensor? scale, int scaling_mode, str comm,"
-      " int group_size, float eps=1e-06, bool return_norm=False, str algorithm=\"auto\")"
-      " -> (Tensor data, Tensor scale_inv, Tensor residual_out, Tensor norm)",
-      {at::Tag::pt2_compliant_tag});
-}
-
-// Their results are 8-bit values, which have no gradient: a backward pass raises an error.
-TORCH_OVERLAP_KERNELS(Autograd, m) {
-  m.impl("all_reduce_rms_norm_quantize", torch::autograd::autogradNotImplementedFallback());
-  m.impl("matmul_all_reduce_rms_norm_quantize", torch::autograd::autogradNotImplementedFallback());
-}

@@ -1,5 +1,4 @@
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include "torch_overlap/ops/operator.h"
 #include "torch_overlap/ops/overlapped.h"
@@ -9,33 +8,28 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kScaledAllGather = "scaled_all_gather_matmul";
-
 struct ScaledAllGatherMatmul {
   using Result = std::tuple<std::vector<Tensor>, Tensor, Tensor>;
-  static constexpr const char* kName = kScaledAllGather.data();
+  static constexpr const char* kName = "scaled_all_gather_matmul";
   Tensor x;
   Tensor x_scale_inv;
   std::vector<Tensor> weights;
   std::vector<Tensor> weights_scale_inv;
-  OptionalTensors biases;
+  OptionalTensors biases{};
   std::string_view comm;
-  int64_t group_size;
-  int64_t gather_dim;
-  at::ScalarType out_dtype;
-  bool use_split_accumulator;
-  std::string_view algorithm;
-  int64_t scaling_mode;
-  bool return_gathered;
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.x_scale_inv, self.weights, self.weights_scale_inv, self.biases,
-                    self.comm, self.group_size, self.gather_dim, self.out_dtype,
-                    self.use_split_accumulator, self.algorithm, self.scaling_mode,
-                    self.return_gathered);
-  }
+  int64_t group_size = 1;
+  int64_t gather_dim = 0;
+  at::ScalarType out_dtype = at::kBFloat16;
+  bool use_split_accumulator = false;
+  std::string_view algorithm = "auto";
+  int64_t scaling_mode = static_cast<int64_t>(ScalingMode::CURRENT_TENSOR_SCALING);
+  bool return_gathered = false;
+  TORCH_OVERLAP_FIELDS(x, x_scale_inv, weights, weights_scale_inv, biases, comm, group_size,
+                       gather_dim, out_dtype, use_split_accumulator, algorithm, scaling_mode,
+                       return_gathered);
 };
+
+constexpr std::string_view kScaledAllGather = ScaledAllGatherMatmul::kName;
 
 // Allocates the products, and the gathered x and its scales or empty tensors.
 ScaledAllGatherMatmul::Result allocate(const ScaledAllGatherMatmul& call,
@@ -117,20 +111,7 @@ ScaledAllGatherMatmul::Result scaled_all_gather_matmul_kernel(const ScaledAllGat
 }
 
 TORCH_OVERLAP_OPERATOR(ScaledAllGatherMatmul, scaled_all_gather_matmul_kernel)
+TORCH_OVERLAP_NO_GRADIENT(ScaledAllGatherMatmul)
 
 }  // namespace
 }  // namespace torch_overlap::ops
-
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "scaled_all_gather_matmul(Tensor x, Tensor x_scale_inv, Tensor[] weights,"
-      " Tensor[] weights_scale_inv, Tensor?[] biases, str comm, int group_size, int gather_dim=0,"
-      " ScalarType out_dtype=bfloat16, bool use_split_accumulator=False, str algorithm=\"auto\","
-      " int scaling_mode=3, bool return_gathered=False) -> (Tensor[], Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-}
-
-// The operator has no gradient: a backward pass raises an error.
-TORCH_OVERLAP_KERNELS(Autograd, m) {
-  m.impl("scaled_all_gather_matmul", torch::autograd::autogradNotImplementedFallback());
-}

@@ -1,5 +1,4 @@
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include "torch_overlap/ops/operator.h"
 #include "torch_overlap/ops/overlapped.h"
@@ -9,31 +8,26 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kScaledAllReduce = "scaled_matmul_all_reduce";
-
 struct ScaledMatmulAllReduce {
   using Result = Tensor;
-  static constexpr const char* kName = kScaledAllReduce.data();
+  static constexpr const char* kName = "scaled_matmul_all_reduce";
   Tensor x;
   Tensor x_scale_inv;
   Tensor weight;
   Tensor weight_scale_inv;
-  std::optional<Tensor> bias;
+  std::optional<Tensor> bias{};
   std::string_view comm;
-  int64_t group_size;
-  std::string_view op;
-  at::ScalarType out_dtype;
-  bool use_split_accumulator;
-  std::string_view algorithm;
-  int64_t scaling_mode;
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.x_scale_inv, self.weight, self.weight_scale_inv, self.bias,
-                    self.comm, self.group_size, self.op, self.out_dtype, self.use_split_accumulator,
-                    self.algorithm, self.scaling_mode);
-  }
+  int64_t group_size = 1;
+  std::string_view op = "sum";
+  at::ScalarType out_dtype = at::kBFloat16;
+  bool use_split_accumulator = false;
+  std::string_view algorithm = "auto";
+  int64_t scaling_mode = static_cast<int64_t>(ScalingMode::CURRENT_TENSOR_SCALING);
+  TORCH_OVERLAP_FIELDS(x, x_scale_inv, weight, weight_scale_inv, bias, comm, group_size, op,
+                       out_dtype, use_split_accumulator, algorithm, scaling_mode);
 };
+
+constexpr std::string_view kScaledAllReduce = ScaledMatmulAllReduce::kName;
 
 Tensor scaled_matmul_all_reduce_kernel(const ScaledMatmulAllReduce& call) {
   const auto modes =
@@ -64,20 +58,7 @@ Tensor scaled_matmul_all_reduce_kernel(const ScaledMatmulAllReduce& call) {
 }
 
 TORCH_OVERLAP_OPERATOR(ScaledMatmulAllReduce, scaled_matmul_all_reduce_kernel)
+TORCH_OVERLAP_NO_GRADIENT(ScaledMatmulAllReduce)
 
 }  // namespace
 }  // namespace torch_overlap::ops
-
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "scaled_matmul_all_reduce(Tensor x, Tensor x_scale_inv, Tensor weight,"
-      " Tensor weight_scale_inv, Tensor? bias, str comm, int group_size, str op=\"sum\","
-      " ScalarType out_dtype=bfloat16, bool use_split_accumulator=False, str algorithm=\"auto\","
-      " int scaling_mode=3) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-}
-
-// The operator has no gradient: a backward pass raises an error.
-TORCH_OVERLAP_KERNELS(Autograd, m) {
-  m.impl("scaled_matmul_all_reduce", torch::autograd::autogradNotImplementedFallback());
-}

@@ -1,5 +1,4 @@
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include "torch_overlap/ops/operator.h"
 #include "torch_overlap/ops/overlapped.h"
@@ -9,32 +8,27 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kScaledReduceScatter = "scaled_matmul_reduce_scatter";
-
 struct ScaledMatmulReduceScatter {
   using Result = Tensor;
-  static constexpr const char* kName = kScaledReduceScatter.data();
+  static constexpr const char* kName = "scaled_matmul_reduce_scatter";
   Tensor x;
   Tensor x_scale_inv;
   Tensor weight;
   Tensor weight_scale_inv;
-  std::optional<Tensor> bias;
+  std::optional<Tensor> bias{};
   std::string_view comm;
-  int64_t group_size;
-  int64_t scatter_dim;
-  std::string_view op;
-  at::ScalarType out_dtype;
-  bool use_split_accumulator;
-  std::string_view algorithm;
-  int64_t scaling_mode;
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.x_scale_inv, self.weight, self.weight_scale_inv, self.bias,
-                    self.comm, self.group_size, self.scatter_dim, self.op, self.out_dtype,
-                    self.use_split_accumulator, self.algorithm, self.scaling_mode);
-  }
+  int64_t group_size = 1;
+  int64_t scatter_dim = 0;
+  std::string_view op = "sum";
+  at::ScalarType out_dtype = at::kBFloat16;
+  bool use_split_accumulator = false;
+  std::string_view algorithm = "auto";
+  int64_t scaling_mode = static_cast<int64_t>(ScalingMode::CURRENT_TENSOR_SCALING);
+  TORCH_OVERLAP_FIELDS(x, x_scale_inv, weight, weight_scale_inv, bias, comm, group_size,
+                       scatter_dim, op, out_dtype, use_split_accumulator, algorithm, scaling_mode);
 };
+
+constexpr std::string_view kScaledReduceScatter = ScaledMatmulReduceScatter::kName;
 
 Tensor scaled_matmul_reduce_scatter_kernel(const ScaledMatmulReduceScatter& call) {
   const auto [dim, modes] = check_scaled_x(kScaledReduceScatter, call.x, call.x_scale_inv,
@@ -70,20 +64,7 @@ Tensor scaled_matmul_reduce_scatter_kernel(const ScaledMatmulReduceScatter& call
 }
 
 TORCH_OVERLAP_OPERATOR(ScaledMatmulReduceScatter, scaled_matmul_reduce_scatter_kernel)
+TORCH_OVERLAP_NO_GRADIENT(ScaledMatmulReduceScatter)
 
 }  // namespace
 }  // namespace torch_overlap::ops
-
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "scaled_matmul_reduce_scatter(Tensor x, Tensor x_scale_inv, Tensor weight,"
-      " Tensor weight_scale_inv, Tensor? bias, str comm, int group_size, int scatter_dim=0,"
-      " str op=\"sum\", ScalarType out_dtype=bfloat16, bool use_split_accumulator=False,"
-      " str algorithm=\"auto\", int scaling_mode=3) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-}
-
-// The operator has no gradient: a backward pass raises an error.
-TORCH_OVERLAP_KERNELS(Autograd, m) {
-  m.impl("scaled_matmul_reduce_scatter", torch::autograd::autogradNotImplementedFallback());
-}
