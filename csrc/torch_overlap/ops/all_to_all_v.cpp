@@ -134,10 +134,4 @@ TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("all_to_all_v", torch_overlap::ops::all_to_all_v_autograd);
 }
 
-TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) {
-  m.impl("all_to_all_v_async", torch_overlap::ops::all_to_all_v_async);
-}
-
-TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
-  m.impl("all_to_all_v_async", torch_overlap::ops::all_to_all_v_async);
-}
+TORCH_OVERLAP_COMPOSITE("all_to_all_v_async", torch_overlap::ops::all_to_all_v_async)

@@ -17,7 +17,8 @@
 //   static void backward(Backward<Op>& pass);
 //
 // It may add `static variable_list saved_results(const Op&, const variable_list& results)` and
-// `static variable_list non_differentiable(const variable_list& results)`.
+// `static variable_list non_differentiable(const variable_list& results)`. With a member
+// kMaterializesGrads, backward() gets zeros for the gradient of a result that was not used.
 //
 // backward() finds saved complex tensors conjugated: the operators are products, and the gradient
 // of a factor has the conjugate of the other one.
@@ -63,7 +64,8 @@ inline bool needs_autograd(const OptionalTensors& field) {
 }
 template <typename Attribute>
   requires(std::is_arithmetic_v<Attribute> || std::is_enum_v<Attribute> ||
-           std::is_same_v<Attribute, std::string_view> || std::is_same_v<Attribute, MainGrads>)
+           std::is_same_v<Attribute, std::string_view> ||
+           std::is_same_v<Attribute, OptionalScalar> || std::is_same_v<Attribute, MainGrads>)
 bool needs_autograd(const Attribute&) {
   return false;
 }
@@ -115,7 +117,9 @@ class Backward {
     gradients_.resize(num_operands_ + 1);  // the call itself is an argument, too
     const auto tensors = context->get_saved_variables();
     size_t next = 0;
-    std::apply([&](auto&... fields) { (take(fields, tensors, next), ...); }, call.saved());
+    if constexpr (requires { call.saved(); }) {
+      std::apply([&](auto&... fields) { (take(fields, tensors, next), ...); }, call.saved());
+    }
     for (; next < tensors.size(); ++next) saved_results.push_back(conjugate(tensors[next]));
   }
 
@@ -150,8 +154,10 @@ class Backward {
                   },
                   call.fields()));
     variable_list tensors;
-    std::apply([&](const auto&... fields) { (append_tensors(fields, tensors), ...); },
-               call.saved());
+    if constexpr (requires { call.saved(); }) {
+      std::apply([&](const auto&... fields) { (append_tensors(fields, tensors), ...); },
+                 call.saved());
+    }
     if constexpr (requires { Op::saved_results(call, results); }) {
       const auto kept = Op::saved_results(call, results);
       tensors.insert(tensors.end(), kept.begin(), kept.end());
@@ -256,16 +262,17 @@ class Backward {
   variable_list gradients_;
 };
 
-template <typename Op>
-class OpFunction : public Function<OpFunction<Op>> {
+// kForward computes the results, below autograd.
+template <typename Op, auto kForward = Operator<Op>::dispatch>
+class OpFunction : public Function<OpFunction<Op, kForward>> {
  public:
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* context, at::TensorList, const Op& call) {
     const BelowAutograd guard;
-    auto results = to_list(Operator<Op>::dispatch(call));
+    auto results = to_list(kForward(call));
     Backward<Op>::save(context, call, results);
-    context->set_materialize_grads(false);
+    context->set_materialize_grads(requires { Op::kMaterializesGrads; });
     if constexpr (requires { Op::non_differentiable(results); }) {
       context->mark_non_differentiable(Op::non_differentiable(results));
     }

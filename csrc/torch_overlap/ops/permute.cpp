@@ -125,10 +125,4 @@ TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("permute", torch_overlap::ops::permute_m
 
 TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl("permute", torch_overlap::ops::permute_autograd); }
 
-TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) {
-  m.impl("permute_async", torch_overlap::ops::permute_async);
-}
-
-TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
-  m.impl("permute_async", torch_overlap::ops::permute_async);
-}
+TORCH_OVERLAP_COMPOSITE("permute_async", torch_overlap::ops::permute_async)

@@ -15,9 +15,7 @@
 //
 // Such a file reads from top to bottom: the shape function, which checks the arguments and
 // allocates the result for both the Meta and the real kernel; the kernel; the gradient; the
-// `_async` form; and the registrations. An operator that is composed of others is registered twice:
-// as composite for autograd, and as a decomposition for vmap, which would otherwise call it for
-// each element.
+// `_async` form; and the registrations.
 namespace torch_overlap::ops {
 
 using at::IValue;
@@ -93,3 +91,9 @@ inline Tensor materialized(const Tensor& x) { return x.resolve_conj().resolve_ne
     C10_CONCATENATE(register_kernels_, uid)(torch_overlap::ops::Kernels(library));    \
   }                                                                                   \
   static void C10_CONCATENATE(register_kernels_, uid)(torch_overlap::ops::Kernels m)
+
+// Registers an operator that is composed of others: as composite for autograd, and as a
+// decomposition for vmap, which would otherwise call it for each element.
+#define TORCH_OVERLAP_COMPOSITE(name, kernel)                                   \
+  TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) { m.impl(name, kernel); } \
+  TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) { m.impl(name, kernel); }

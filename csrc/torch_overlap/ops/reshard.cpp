@@ -42,10 +42,4 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
         {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) {
-  m.impl("reshard", torch_overlap::ops::reshard_kernel);
-}
-
-TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
-  m.impl("reshard", torch_overlap::ops::reshard_kernel);
-}
+TORCH_OVERLAP_COMPOSITE("reshard", torch_overlap::ops::reshard_kernel)

@@ -32,6 +32,8 @@ inline constexpr std::string_view kSchemaType<MainGrads> = "Tensor[]?";
 template <>
 inline constexpr std::string_view kSchemaType<at::IntArrayRef> = "int[]";
 template <>
+inline constexpr std::string_view kSchemaType<std::optional<at::Scalar>> = "Scalar?";
+template <>
 inline constexpr std::string_view kSchemaType<at::ScalarType> = "ScalarType";
 template <>
 inline constexpr std::string_view kSchemaType<std::string_view> = "str";
@@ -80,7 +82,7 @@ std::string schema_text(std::string_view op, std::string_view names,
                         const std::vector<SchemaField>& fields, std::string_view results);
 
 template <typename Op>
-std::string schema_of() {
+std::string schema_of(std::string_view name) {
   const Op call{};
   const auto fields = std::apply(
       []<typename... Fields>(const Fields&... field) {
@@ -88,10 +90,9 @@ std::string schema_of() {
       },
       call.fields());
   if constexpr (requires { Op::kResults; }) {  // named
-    return schema_text(Op::kName, Op::kFieldNames, fields, Op::kResults);
+    return schema_text(name, Op::kFieldNames, fields, Op::kResults);
   } else {
-    return schema_text(Op::kName, Op::kFieldNames, fields,
-                       SchemaResult<typename Op::Result>::text());
+    return schema_text(name, Op::kFieldNames, fields, SchemaResult<typename Op::Result>::text());
   }
 }
 

@@ -86,8 +86,4 @@ TORCH_OVERLAP_KERNELS(Meta, m) {
 
 TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl("send", torch_overlap::ops::send_autograd); }
 
-TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) { m.impl("recv_", torch_overlap::ops::recv_); }
-
-TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
-  m.impl("recv_", torch_overlap::ops::recv_);
-}
+TORCH_OVERLAP_COMPOSITE("recv_", torch_overlap::ops::recv_)

@@ -52,10 +52,4 @@ TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
 
 TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("_waited", torch_overlap::ops::waited_meta); }
 
-TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) {
-  m.impl("wait_tensor", torch_overlap::ops::wait_composite);
-}
-
-TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
-  m.impl("wait_tensor", torch_overlap::ops::wait_composite);
-}
+TORCH_OVERLAP_COMPOSITE("wait_tensor", torch_overlap::ops::wait_composite)
