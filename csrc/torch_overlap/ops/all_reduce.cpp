@@ -97,9 +97,6 @@ Tensor all_reduce(const Tensor& x, std::string_view op, std::string_view comm, i
 
 }  // namespace torch_overlap::ops
 
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def("all_reduce_(Tensor(a!) x, str op, str comm, Scalar? factor=None) -> Tensor(a!)",
-        {at::Tag::pt2_compliant_tag});
-  m.def("_all_reduce_traced(Tensor x, str op, str comm, Scalar? factor=None) -> Tensor",
-        {at::Tag::pt2_compliant_tag});
-}
+TORCH_OVERLAP_SCHEMAS(
+    "all_reduce_(Tensor(a!) x, str op, str comm, Scalar? factor=None) -> Tensor(a!)",
+    "_all_reduce_traced(Tensor x, str op, str comm, Scalar? factor=None) -> Tensor")

@@ -117,12 +117,9 @@ Tensor all_to_all_v(const Tensor& x, c10::SymIntArrayRef out_splits, c10::SymInt
 
 }  // namespace torch_overlap::ops
 
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def("all_to_all_v(Tensor x, SymInt[] out_splits, SymInt[] in_splits, str comm) -> Tensor",
-        {at::Tag::pt2_compliant_tag});
-  m.def("all_to_all_v_async(Tensor x, SymInt[] out_splits, SymInt[] in_splits, str comm) -> Tensor",
-        {at::Tag::pt2_compliant_tag});
-}
+TORCH_OVERLAP_SCHEMAS(
+    "all_to_all_v(Tensor x, SymInt[] out_splits, SymInt[] in_splits, str comm) -> Tensor",
+    "all_to_all_v_async(Tensor x, SymInt[] out_splits, SymInt[] in_splits, str comm) -> Tensor")
 
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("all_to_all_v", torch_overlap::ops::all_to_all_v_kernel);

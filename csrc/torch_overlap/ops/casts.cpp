@@ -137,13 +137,9 @@ Tensor invariant_to_partial(const Tensor& x, bool mine, double fill) {
 
 }  // namespace torch_overlap::ops
 
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def("_invariant_to_replicated(Tensor x, str comm, int group_size) -> Tensor",
-        {at::Tag::pt2_compliant_tag});
-  m.def("_replicated_to_invariant(Tensor x, bool mine) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("_to_partial(Tensor x, bool mine, float fill, bool invariant) -> Tensor",
-        {at::Tag::pt2_compliant_tag});
-}
+TORCH_OVERLAP_SCHEMAS("_invariant_to_replicated(Tensor x, str comm, int group_size) -> Tensor",
+                      "_replicated_to_invariant(Tensor x, bool mine) -> Tensor",
+                      "_to_partial(Tensor x, bool mine, float fill, bool invariant) -> Tensor")
 
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_kernel);

@@ -39,8 +39,8 @@ Tensor async_kernel(const Op& call) {
   TORCH_OVERLAP_OPERATOR(Op, collective_kernel<Op>) \
   TORCH_OVERLAP_AUTOGRAD(Op, autograd_kernel<Op>)
 // Defines the `_async` form `name`, which is composed of other operators.
-#define TORCH_OVERLAP_ASYNC(name, Op) \
-  TORCH_OVERLAP_SCHEMA(Op, name)      \
+#define TORCH_OVERLAP_ASYNC(name, Op)        \
+  TORCH_OVERLAP_SCHEMAS(schema_of<Op>(name)) \
   TORCH_OVERLAP_COMPOSITE(name, &Operator<Op>::unpacked<async_kernel<Op>>)
 
 }  // namespace torch_overlap::ops

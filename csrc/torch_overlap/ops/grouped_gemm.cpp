@@ -263,14 +263,11 @@ std::vector<Tensor> grouped_gemm_autocast(at::TensorList lhs, at::TensorList rhs
 }  // namespace
 }  // namespace torch_overlap::ops
 
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "grouped_gemm(Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, Tensor[] lhs_scale_inv,"
-      " Tensor[] rhs_scale_inv, int scaling_mode=0, bool lhs_transposed=False,"
-      " bool rhs_transposed=False, bool use_split_accumulator=False, bool scales_swizzled=False,"
-      " ScalarType? out_dtype=None) -> Tensor[]",
-      {at::Tag::pt2_compliant_tag});
-}
+TORCH_OVERLAP_SCHEMAS(
+    "grouped_gemm(Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, Tensor[] lhs_scale_inv,"
+    " Tensor[] rhs_scale_inv, int scaling_mode=0, bool lhs_transposed=False,"
+    " bool rhs_transposed=False, bool use_split_accumulator=False, bool scales_swizzled=False,"
+    " ScalarType? out_dtype=None) -> Tensor[]")
 
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_kernel);

@@ -126,13 +126,9 @@ typename Op::Result autocast_kernel(const Op& call) {
   return Operator<Op>::dispatch(casted);
 }
 
-#define TORCH_OVERLAP_SCHEMA(Op, name)                                \
-  TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {                          \
-    m.def(schema_of<Op>(name).c_str(), {at::Tag::pt2_compliant_tag}); \
-  }
 // Defines the operator, with `kernel` for every backend and for Meta.
-#define TORCH_OVERLAP_OPERATOR(Op, kernel) \
-  TORCH_OVERLAP_SCHEMA(Op, Op::kName)      \
+#define TORCH_OVERLAP_OPERATOR(Op, kernel)        \
+  TORCH_OVERLAP_SCHEMAS(schema_of<Op>(Op::kName)) \
   TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) { m.impl<Op, kernel>(); }
 #define TORCH_OVERLAP_AUTOGRAD(Op, kernel) \
   TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl<Op, kernel>(); }

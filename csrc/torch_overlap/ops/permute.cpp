@@ -112,10 +112,8 @@ Tensor permute(const Tensor& x, at::IntArrayRef pairs, std::string_view comm) {
 
 }  // namespace torch_overlap::ops
 
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def("permute(Tensor x, int[] pairs, str comm) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("permute_async(Tensor x, int[] pairs, str comm) -> Tensor", {at::Tag::pt2_compliant_tag});
-}
+TORCH_OVERLAP_SCHEMAS("permute(Tensor x, int[] pairs, str comm) -> Tensor",
+                      "permute_async(Tensor x, int[] pairs, str comm) -> Tensor")
 
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("permute", torch_overlap::ops::permute_kernel);

@@ -114,28 +114,18 @@ constexpr const char* kQuantizeOps[] = {"quantize",       "quantize_delayed", "d
 }  // namespace
 }  // namespace torch_overlap::ops
 
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  m.def(
-      "quantize(Tensor x, int scaling_mode, ScalarType? dtype=None, bool columnwise=False,"
-      " bool swizzled=False, bool power_of_two=False) -> (Tensor data, Tensor scale_inv,"
-      " Tensor columnwise_data, Tensor columnwise_scale_inv)",
-      tags);
-  m.def(
-      "quantize_delayed(Tensor x, Tensor scale, ScalarType? dtype=None, bool columnwise=False)"
-      " -> (Tensor data, Tensor scale_inv, Tensor columnwise_data, Tensor amax)",
-      tags);
-  m.def(
-      "update_scale_(Tensor(a!) amax_history, Tensor(b!) scale, ScalarType? dtype=None,"
-      " int margin=0, str amax_compute=\"max\") -> ()",
-      tags);
-  m.def(
-      "dequantize(Tensor data, Tensor scale_inv, int scaling_mode, ScalarType? dtype=None,"
-      " bool swizzled=False) -> Tensor",
-      tags);
-  m.def("swizzle_scales(Tensor scales) -> Tensor", tags);
-  m.def("unswizzle_scales(Tensor scales, SymInt rows, SymInt blocks) -> Tensor", tags);
-}
+TORCH_OVERLAP_SCHEMAS(
+    "quantize(Tensor x, int scaling_mode, ScalarType? dtype=None, bool columnwise=False,"
+    " bool swizzled=False, bool power_of_two=False) -> (Tensor data, Tensor scale_inv,"
+    " Tensor columnwise_data, Tensor columnwise_scale_inv)",
+    "quantize_delayed(Tensor x, Tensor scale, ScalarType? dtype=None, bool columnwise=False)"
+    " -> (Tensor data, Tensor scale_inv, Tensor columnwise_data, Tensor amax)",
+    "update_scale_(Tensor(a!) amax_history, Tensor(b!) scale, ScalarType? dtype=None,"
+    " int margin=0, str amax_compute=\"max\") -> ()",
+    "dequantize(Tensor data, Tensor scale_inv, int scaling_mode, ScalarType? dtype=None,"
+    " bool swizzled=False) -> Tensor",
+    "swizzle_scales(Tensor scales) -> Tensor",
+    "unswizzle_scales(Tensor scales, SymInt rows, SymInt blocks) -> Tensor")
 
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("quantize", torch_overlap::ops::quantize_kernel);

@@ -5,6 +5,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <string>
+#include <vector>
+
 #include "torch_overlap/base/boundary.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/ops/async.h"
@@ -91,6 +94,15 @@ inline Tensor materialized(const Tensor& x) { return x.resolve_conj().resolve_ne
     C10_CONCATENATE(register_kernels_, uid)(torch_overlap::ops::Kernels(library));    \
   }                                                                                   \
   static void C10_CONCATENATE(register_kernels_, uid)(torch_overlap::ops::Kernels m)
+
+// TORCH_OVERLAP_SCHEMAS("f(Tensor x) -> Tensor", ...): defines operators, which compilers can
+// trace.
+#define TORCH_OVERLAP_SCHEMAS(...)                                            \
+  TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {                                  \
+    for (const std::string& schema : std::vector<std::string>{__VA_ARGS__}) { \
+      m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});                    \
+    }                                                                         \
+  }
 
 // Registers an operator that is composed of others: as composite for autograd, and as a
 // decomposition for vmap, which would otherwise call it for each element.

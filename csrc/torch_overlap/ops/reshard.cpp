@@ -37,9 +37,7 @@ Tensor reshard(const Tensor& x, std::string_view mesh, std::string_view from, st
 
 }  // namespace torch_overlap::ops
 
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def("reshard(Tensor x, str mesh, str from_layout, str to_layout, SymInt[] shape) -> Tensor",
-        {at::Tag::pt2_compliant_tag});
-}
+TORCH_OVERLAP_SCHEMAS(
+    "reshard(Tensor x, str mesh, str from_layout, str to_layout, SymInt[] shape) -> Tensor")
 
 TORCH_OVERLAP_COMPOSITE("reshard", torch_overlap::ops::reshard_kernel)

@@ -68,11 +68,9 @@ void send(const Tensor& x, int64_t dst, std::string_view comm) {
 
 }  // namespace torch_overlap::ops
 
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def("send(Tensor x, int dst, str comm) -> ()", {at::Tag::pt2_compliant_tag});
-  m.def("recv_(Tensor(a!) x, int src, str comm) -> Tensor(a!)", {at::Tag::pt2_compliant_tag});
-  m.def("_recv(Tensor like, int src, str comm) -> Tensor", {at::Tag::pt2_compliant_tag});
-}
+TORCH_OVERLAP_SCHEMAS("send(Tensor x, int dst, str comm) -> ()",
+                      "recv_(Tensor(a!) x, int src, str comm) -> Tensor(a!)",
+                      "_recv(Tensor like, int src, str comm) -> Tensor")
 
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("send", torch_overlap::ops::send_kernel);

@@ -125,11 +125,8 @@ GateAndUp gate_and_up(std::string_view op, const Tensor& gate, const OptionalTen
 
 }  // namespace torch_overlap::ops
 
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  m.def("swiglu(Tensor gate, Tensor? up=None) -> Tensor", tags);
-  m.def("_swiglu_backward(Tensor grad, Tensor gate, Tensor? up=None) -> Tensor", tags);
-}
+TORCH_OVERLAP_SCHEMAS("swiglu(Tensor gate, Tensor? up=None) -> Tensor",
+                      "_swiglu_backward(Tensor grad, Tensor gate, Tensor? up=None) -> Tensor")
 
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("swiglu", torch_overlap::ops::composed_swiglu);

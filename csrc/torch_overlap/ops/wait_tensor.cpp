@@ -40,9 +40,9 @@ Tensor wait_tensor(const Tensor& x) {
 
 }  // namespace torch_overlap::ops
 
+TORCH_OVERLAP_SCHEMAS("wait_tensor(Tensor(a!) x) -> Tensor(a!)", "_waited(Tensor x) -> Tensor")
+
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def("wait_tensor(Tensor(a!) x) -> Tensor(a!)", {at::Tag::pt2_compliant_tag});
-  m.def("_waited(Tensor x) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("_pending_works() -> int", torch_overlap::ops::pending_works);
 }
 

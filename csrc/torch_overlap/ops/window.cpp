@@ -102,12 +102,9 @@ void wait_signal_autograd(const Tensor& x, int64_t src, std::string_view window)
 }  // namespace
 }  // namespace torch_overlap::ops
 
-TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def("put(Tensor(a!) x, Tensor source, int dst, int offset, str window) -> ()",
-        {at::Tag::pt2_compliant_tag});
-  m.def("signal(Tensor(a!) x, int dst, str window) -> ()", {at::Tag::pt2_compliant_tag});
-  m.def("wait_signal(Tensor(a!) x, int src, str window) -> ()", {at::Tag::pt2_compliant_tag});
-}
+TORCH_OVERLAP_SCHEMAS("put(Tensor(a!) x, Tensor source, int dst, int offset, str window) -> ()",
+                      "signal(Tensor(a!) x, int dst, str window) -> ()",
+                      "wait_signal(Tensor(a!) x, int src, str window) -> ()")
 
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("put", torch_overlap::ops::put_kernel);
