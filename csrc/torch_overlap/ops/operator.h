@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <tuple>
 #include <type_traits>
@@ -132,11 +131,6 @@ typename Op::Result autocast_kernel(const Op& call) {
   TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) { m.impl<Op, kernel>(); }
 #define TORCH_OVERLAP_AUTOGRAD(Op, kernel) \
   TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl<Op, kernel>(); }
-// A backward pass through the operator raises an error.
-#define TORCH_OVERLAP_NO_GRADIENT(Op)                                     \
-  TORCH_OVERLAP_KERNELS(Autograd, m) {                                    \
-    m.impl(Op::kName, torch::autograd::autogradNotImplementedFallback()); \
-  }
 // Registers autocast on CPUs and GPUs.
 #define TORCH_OVERLAP_AUTOCAST(Op)                                                       \
   TORCH_OVERLAP_KERNELS(AutocastCPU, m) { m.impl<Op, autocast_kernel<Op, at::kCPU>>(); } \

@@ -1,5 +1,4 @@
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include "torch_overlap/gemm/quantize.h"
 #include "torch_overlap/ops/register.h"
@@ -108,9 +107,6 @@ Tensor unswizzle_scales_meta(const Tensor& scales, c10::SymInt rows, c10::SymInt
   return at::empty_symint({rows, blocks}, scales.options());
 }
 
-constexpr const char* kQuantizeOps[] = {"quantize",       "quantize_delayed", "dequantize",
-                                        "swizzle_scales", "unswizzle_scales", "update_scale_"};
-
 }  // namespace
 }  // namespace torch_overlap::ops
 
@@ -145,12 +141,8 @@ TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("unswizzle_scales", torch_overlap::ops::unswizzle_scales_meta);
 }
 
-// The operators have no gradients: a backward pass raises an error.
-TORCH_OVERLAP_KERNELS(Autograd, m) {
-  for (const char* name : torch_overlap::ops::kQuantizeOps) {
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
-  }
-}
+TORCH_OVERLAP_NO_GRADIENT("quantize", "quantize_delayed", "dequantize", "swizzle_scales",
+                          "unswizzle_scales", "update_scale_")
 
 TORCH_OVERLAP_KERNELS(ADInplaceOrView, m) {
   m.impl("update_scale_", torch::autograd::autogradNotImplementedInplaceOrViewFallback());

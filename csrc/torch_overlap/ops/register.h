@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -102,6 +103,14 @@ inline Tensor materialized(const Tensor& x) { return x.resolve_conj().resolve_ne
     for (const std::string& schema : std::vector<std::string>{__VA_ARGS__}) { \
       m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});                    \
     }                                                                         \
+  }
+
+// Registers operators without a gradient: a backward pass raises an error.
+#define TORCH_OVERLAP_NO_GRADIENT(...)                                 \
+  TORCH_OVERLAP_KERNELS(Autograd, m) {                                 \
+    for (const char* const name : {__VA_ARGS__}) {                     \
+      m.impl(name, torch::autograd::autogradNotImplementedFallback()); \
+    }                                                                  \
   }
 
 // Registers an operator that is composed of others: as composite for autograd, and as a

@@ -285,8 +285,8 @@ TORCH_OVERLAP_OPERATOR(MatmulAllReduceRmsNorm, matmul_all_reduce_rms_norm_kernel
 TORCH_OVERLAP_AUTOGRAD(MatmulAllReduceRmsNorm, matmul_all_reduce_rms_norm_autograd)
 TORCH_OVERLAP_AUTOCAST(MatmulAllReduceRmsNorm)
 TORCH_OVERLAP_OPERATOR(AllReduceRmsNormQuantize, all_reduce_rms_norm_quantize_kernel)
-TORCH_OVERLAP_NO_GRADIENT(AllReduceRmsNormQuantize)
+TORCH_OVERLAP_NO_GRADIENT(AllReduceRmsNormQuantize::kName)
 TORCH_OVERLAP_OPERATOR(MatmulAllReduceRmsNormQuantize, matmul_all_reduce_rms_norm_quantize_kernel)
-TORCH_OVERLAP_NO_GRADIENT(MatmulAllReduceRmsNormQuantize)
+TORCH_OVERLAP_NO_GRADIENT(MatmulAllReduceRmsNormQuantize::kName)
 
 }  // namespace torch_overlap::ops

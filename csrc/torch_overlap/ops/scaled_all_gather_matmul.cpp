@@ -111,7 +111,7 @@ ScaledAllGatherMatmul::Result scaled_all_gather_matmul_kernel(const ScaledAllGat
 }
 
 TORCH_OVERLAP_OPERATOR(ScaledAllGatherMatmul, scaled_all_gather_matmul_kernel)
-TORCH_OVERLAP_NO_GRADIENT(ScaledAllGatherMatmul)
+TORCH_OVERLAP_NO_GRADIENT(ScaledAllGatherMatmul::kName)
 
 }  // namespace
 }  // namespace torch_overlap::ops

@@ -58,7 +58,7 @@ Tensor scaled_matmul_all_reduce_kernel(const ScaledMatmulAllReduce& call) {
 }
 
 TORCH_OVERLAP_OPERATOR(ScaledMatmulAllReduce, scaled_matmul_all_reduce_kernel)
-TORCH_OVERLAP_NO_GRADIENT(ScaledMatmulAllReduce)
+TORCH_OVERLAP_NO_GRADIENT(ScaledMatmulAllReduce::kName)
 
 }  // namespace
 }  // namespace torch_overlap::ops

@@ -64,7 +64,7 @@ Tensor scaled_matmul_reduce_scatter_kernel(const ScaledMatmulReduceScatter& call
 }
 
 TORCH_OVERLAP_OPERATOR(ScaledMatmulReduceScatter, scaled_matmul_reduce_scatter_kernel)
-TORCH_OVERLAP_NO_GRADIENT(ScaledMatmulReduceScatter)
+TORCH_OVERLAP_NO_GRADIENT(ScaledMatmulReduceScatter::kName)
 
 }  // namespace
 }  // namespace torch_overlap::ops
