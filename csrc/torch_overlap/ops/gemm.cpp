@@ -1,75 +1,69 @@
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/gelu_backward.h>
 
 #include <array>
 
 #include "torch_overlap/ops/gemm_op.h"
-#include "torch_overlap/ops/register.h"
+#include "torch_overlap/ops/operator.h"
 
 namespace torch_overlap::ops {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// Adapts a kernel to the signature of the overload gemm.buffers.
-template <GemmResults (*kKernel)(const GemmOp&)>
-GemmResults with_buffers(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, const Tensor& rhs,
-                         const OptionalTensor& rhs_scale_inv, const OptionalTensor& bias,
-                         const OptionalTensor& gelu_input, const OptionalTensor& aux_in,
-                         const OptionalTensor& lhs_swizzle, const OptionalTensor& rhs_swizzle,
-                         const OptionalTensor& workspace, int64_t scaling_mode,
-                         int64_t comm_overlap_method, int64_t comm_type, int64_t comm_overlap_id,
-                         int64_t lhs_axis_boundary, int64_t rhs_axis_boundary,
-                         int64_t aux_axis_boundary, bool lhs_transposed, bool rhs_transposed,
-                         bool fuse_bias, bool fuse_gelu, bool grad, bool use_split_accumulator,
-                         bool scales_swizzled, std::optional<at::ScalarType> out_dtype,
-                         const OptionalTensor& out_scale, const OptionalTensor& out_amax) {
-  return kKernel({lhs,
-                  lhs_scale_inv,
-                  rhs,
-                  rhs_scale_inv,
-                  bias,
-                  gelu_input,
-                  aux_in,
-                  lhs_swizzle,
-                  rhs_swizzle,
-                  workspace,
-                  scaling_mode,
-                  comm_overlap_method,
-                  comm_type,
-                  comm_overlap_id,
-                  lhs_axis_boundary,
-                  rhs_axis_boundary,
-                  aux_axis_boundary,
-                  lhs_transposed,
-                  rhs_transposed,
-                  fuse_bias,
-                  fuse_gelu,
-                  grad,
-                  use_split_accumulator,
-                  scales_swizzled,
-                  out_dtype,
-                  out_scale,
-                  out_amax});
-}
+// The arguments of the overload gemm.buffers.
+struct WithBuffers {
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.lhs, self.lhs_scale_inv, self.rhs, self.rhs_scale_inv, self.bias,
+                    self.gelu_input, self.aux_in, self.lhs_swizzle, self.rhs_swizzle,
+                    self.workspace, self.scaling_mode, self.comm_overlap_method, self.comm_type,
+                    self.comm_overlap_id, self.lhs_axis_boundary, self.rhs_axis_boundary,
+                    self.aux_axis_boundary, self.lhs_transposed, self.rhs_transposed,
+                    self.fuse_bias, self.fuse_gelu, self.grad, self.use_split_accumulator,
+                    self.scales_swizzled, self.out_dtype, self.out_scale, self.out_amax);
+  }
+};
 
-// Adapts a kernel to the signature of gemm, which modifies no argument.
-template <GemmResults (*kKernel)(const GemmOp&)>
-GemmResults with_values(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, const Tensor& rhs,
-                        const OptionalTensor& rhs_scale_inv, const OptionalTensor& bias,
-                        const OptionalTensor& gelu_input, const OptionalTensor& aux_in,
-                        int64_t scaling_mode, int64_t comm_overlap_method, int64_t comm_type,
-                        int64_t comm_overlap_id, int64_t lhs_axis_boundary,
-                        int64_t rhs_axis_boundary, int64_t aux_axis_boundary, bool lhs_transposed,
-                        bool rhs_transposed, bool fuse_bias, bool fuse_gelu, bool grad,
-                        bool use_split_accumulator, bool scales_swizzled,
-                        std::optional<at::ScalarType> out_dtype, const OptionalTensor& out_scale) {
-  return with_buffers<kKernel>(
-      lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, gelu_input, aux_in, {}, {}, {}, scaling_mode,
-      comm_overlap_method, comm_type, comm_overlap_id, lhs_axis_boundary, rhs_axis_boundary,
-      aux_axis_boundary, lhs_transposed, rhs_transposed, fuse_bias, fuse_gelu, grad,
-      use_split_accumulator, scales_swizzled, out_dtype, out_scale, {});
-}
+// The arguments of gemm, which modifies none of them.
+struct WithValues {
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.lhs, self.lhs_scale_inv, self.rhs, self.rhs_scale_inv, self.bias,
+                    self.gelu_input, self.aux_in, self.scaling_mode, self.comm_overlap_method,
+                    self.comm_type, self.comm_overlap_id, self.lhs_axis_boundary,
+                    self.rhs_axis_boundary, self.aux_axis_boundary, self.lhs_transposed,
+                    self.rhs_transposed, self.fuse_bias, self.fuse_gelu, self.grad,
+                    self.use_split_accumulator, self.scales_swizzled, self.out_dtype,
+                    self.out_scale);
+  }
+};
+
+// One overload: a call of it, and a kernel with its signature.
+template <typename Arguments,
+          typename Fields = decltype(Arguments::fields(std::declval<const GemmOp&>()))>
+class GemmOverload;
+template <typename Arguments, typename... Fields>
+class GemmOverload<Arguments, std::tuple<const Fields&...>> {
+ public:
+  GemmOverload(const char* name, const char* overload)
+      : handle_(find_op<Signature>(name, overload)) {}
+
+  GemmResults operator()(const GemmOp& call) const {
+    return std::apply([this](const Fields&... fields) { return handle_.call(fields...); },
+                      Arguments::fields(call));
+  }
+
+  template <GemmResults (*kKernel)(const GemmOp&)>
+  static GemmResults unpacked(Parameter<Fields>... arguments) {
+    GemmOp call;
+    Arguments::fields(call) = std::tie(arguments...);
+    return kKernel(call);
+  }
+
+ private:
+  using Signature = GemmResults(Parameter<Fields>...);
+  c10::TypedOperatorHandle<Signature> handle_;
+};
 
 void mark_modified(const OptionalTensor& tensor) {
   if (tensor && !tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
@@ -95,33 +89,16 @@ GemmResults gemm_meta(const GemmOp& call) {
 // An operator with gemm's schema, and its overload that writes into buffers.
 class GemmOperator {
  public:
-  explicit GemmOperator(const char* name)
-      : values_(find_op<Values>(name)), buffers_(find_op<Buffers>(name, "buffers")) {}
+  explicit GemmOperator(const char* name) : values_(name, ""), buffers_(name, "buffers") {}
 
   GemmResults operator()(const GemmOp& call) const {
-    if (call.lhs_swizzle || call.rhs_swizzle || call.workspace || call.out_amax) {
-      return buffers_.call(
-          call.lhs, call.lhs_scale_inv, call.rhs, call.rhs_scale_inv, call.bias, call.gelu_input,
-          call.aux_in, call.lhs_swizzle, call.rhs_swizzle, call.workspace, call.scaling_mode,
-          call.comm_overlap_method, call.comm_type, call.comm_overlap_id, call.lhs_axis_boundary,
-          call.rhs_axis_boundary, call.aux_axis_boundary, call.lhs_transposed, call.rhs_transposed,
-          call.fuse_bias, call.fuse_gelu, call.grad, call.use_split_accumulator,
-          call.scales_swizzled, call.out_dtype, call.out_scale, call.out_amax);
-    }
-    return values_.call(call.lhs, call.lhs_scale_inv, call.rhs, call.rhs_scale_inv, call.bias,
-                        call.gelu_input, call.aux_in, call.scaling_mode, call.comm_overlap_method,
-                        call.comm_type, call.comm_overlap_id, call.lhs_axis_boundary,
-                        call.rhs_axis_boundary, call.aux_axis_boundary, call.lhs_transposed,
-                        call.rhs_transposed, call.fuse_bias, call.fuse_gelu, call.grad,
-                        call.use_split_accumulator, call.scales_swizzled, call.out_dtype,
-                        call.out_scale);
+    const bool writes = call.lhs_swizzle || call.rhs_swizzle || call.workspace || call.out_amax;
+    return writes ? buffers_(call) : values_(call);
   }
 
  private:
-  using Values = decltype(with_values<gemm_kernel>);
-  using Buffers = decltype(with_buffers<gemm_kernel>);
-  c10::TypedOperatorHandle<Values> values_;
-  c10::TypedOperatorHandle<Buffers> buffers_;
+  GemmOverload<WithValues> values_;
+  GemmOverload<WithBuffers> buffers_;
 };
 
 // A call that communicates has its own operator below autograd: a compiler may drop or move an
@@ -239,22 +216,16 @@ GemmResults gemm_autograd(const GemmOp& call) {
 // Operands are cast to the autocast dtype. 8-bit operands keep theirs, and their product gets it.
 template <c10::DeviceType kDevice>
 GemmResults gemm_autocast(const GemmOp& call) {
-  const auto dtype = at::autocast::get_autocast_dtype(kDevice);
-  const c10::impl::ExcludeDispatchKeyGuard below{
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice)};
-  const auto cast = [&](const Tensor& tensor) {
-    return at::autocast::cached_cast(dtype, tensor, kDevice);
-  };
+  const Autocast<kDevice> cast;
   auto inner = call;
   if (call.scaling_mode == 0) {
     inner.lhs = cast(call.lhs);
     inner.rhs = cast(call.rhs);
   } else if (!call.out_dtype) {
-    inner.out_dtype = dtype;
+    inner.out_dtype = at::autocast::get_autocast_dtype(kDevice);
   }
-  for (auto* tensor : {&inner.bias, &inner.gelu_input}) {
-    if (*tensor) *tensor = cast(**tensor);
-  }
+  inner.bias = cast(call.bias);
+  inner.gelu_input = cast(call.gelu_input);
   return gemm(inner);
 }
 
@@ -296,8 +267,9 @@ constexpr std::array<const char*, 2> kGemmOverlapped{"_gemm_overlapped",
 
 template <torch_overlap::ops::GemmResults (*kKernel)(const torch_overlap::ops::GemmOp&)>
 void register_gemm(torch_overlap::ops::Kernels m, const std::array<const char*, 2>& names = kGemm) {
-  m.impl(names[0], torch_overlap::ops::with_values<kKernel>);
-  m.impl(names[1], torch_overlap::ops::with_buffers<kKernel>);
+  using namespace torch_overlap::ops;
+  m.impl(names[0], &GemmOverload<WithValues>::unpacked<kKernel>);
+  m.impl(names[1], &GemmOverload<WithBuffers>::unpacked<kKernel>);
 }
 
 }  // namespace
