@@ -1,24 +1,36 @@
 #include "torch_overlap/gemm/grouped.h"
 
-#include <ATen/autocast_mode.h>
-
 #include <algorithm>
 
 #include "torch_overlap/ops/gemm_op.h"
-#include "torch_overlap/ops/register.h"
+#include "torch_overlap/ops/operator.h"
 
 namespace torch_overlap::ops {
 namespace {
 
 constexpr std::string_view kGroupedGemm = "grouped_gemm";
 
-struct GroupedOptions {
+struct GroupedCall {
+  using Result = std::vector<Tensor>;
+  static constexpr const char* kName = kGroupedGemm.data();
+  at::TensorList lhs{};
+  at::TensorList rhs{};
+  OptionalTensors biases{};
+  at::TensorList lhs_scale_inv{};
+  at::TensorList rhs_scale_inv{};
   int64_t scaling_mode = 0;
   bool lhs_transposed = false;
   bool rhs_transposed = false;
   bool use_split_accumulator = false;
   bool scales_swizzled = false;
-  std::optional<at::ScalarType> out_dtype;
+  std::optional<at::ScalarType> out_dtype{};
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.lhs, self.rhs, self.biases, self.lhs_scale_inv, self.rhs_scale_inv,
+                    self.scaling_mode, self.lhs_transposed, self.rhs_transposed,
+                    self.use_split_accumulator, self.scales_swizzled, self.out_dtype);
+  }
 };
 
 void check_list(std::string_view what, size_t got, size_t expected, bool may_be_empty) {
@@ -40,88 +52,56 @@ void check_matrix(std::string_view what, size_t index, const Tensor& matrix) {
 }
 
 // Returns the problems of a group as calls of gemm, to share its checks.
-std::vector<GemmOp> grouped_calls(at::TensorList lhs, at::TensorList rhs,
-                                  const OptionalTensors& biases, at::TensorList lhs_scale_inv,
-                                  at::TensorList rhs_scale_inv, const GroupedOptions& options) {
-  check_list("rhs", rhs.size(), lhs.size(), false);
-  check_list("biases", biases.size(), lhs.size(), true);
-  const bool scaled = scaling_mode(kGroupedGemm, options.scaling_mode) != ScalingMode::NO_SCALING;
-  check_scale_list("lhs_scale_inv", lhs_scale_inv.size(), lhs.size(), scaled);
-  check_scale_list("rhs_scale_inv", rhs_scale_inv.size(), lhs.size(), scaled);
-  TORCH_OVERLAP_CHECK(!options.out_dtype || c10::elementSize(*options.out_dtype) > 1, kType,
+std::vector<GemmOp> grouped_calls(const GroupedCall& group) {
+  const size_t count = group.lhs.size();
+  check_list("rhs", group.rhs.size(), count, false);
+  check_list("biases", group.biases.size(), count, true);
+  const bool scaled = scaling_mode(kGroupedGemm, group.scaling_mode) != ScalingMode::NO_SCALING;
+  check_scale_list("lhs_scale_inv", group.lhs_scale_inv.size(), count, scaled);
+  check_scale_list("rhs_scale_inv", group.rhs_scale_inv.size(), count, scaled);
+  TORCH_OVERLAP_CHECK(!group.out_dtype || c10::elementSize(*group.out_dtype) > 1, kType,
                       kGroupedGemm, ": expected out_dtype of more than 8 bits, got ",
-                      *options.out_dtype, "; use gemm for each, which takes their factors");
-  std::vector<GemmOp> calls(lhs.size());
-  for (size_t i = 0; i < calls.size(); ++i) {
-    check_matrix("lhs", i, lhs[i]);
-    check_matrix("rhs", i, rhs[i]);
-    calls[i].lhs = lhs[i];
-    calls[i].rhs = rhs[i];
+                      *group.out_dtype, "; use gemm for each, which takes their factors");
+  std::vector<GemmOp> calls(count);
+  for (size_t i = 0; i < count; ++i) {
+    check_matrix("lhs", i, group.lhs[i]);
+    check_matrix("rhs", i, group.rhs[i]);
+    calls[i].lhs = group.lhs[i];
+    calls[i].rhs = group.rhs[i];
     if (scaled) {
-      calls[i].lhs_scale_inv = lhs_scale_inv[i];
-      calls[i].rhs_scale_inv = rhs_scale_inv[i];
+      calls[i].lhs_scale_inv = group.lhs_scale_inv[i];
+      calls[i].rhs_scale_inv = group.rhs_scale_inv[i];
     }
-    if (!biases.empty()) calls[i].bias = biases.get(i);
+    if (!group.biases.empty()) calls[i].bias = group.biases.get(i);
     calls[i].fuse_bias = calls[i].bias.has_value();
-    calls[i].scaling_mode = options.scaling_mode;
-    calls[i].lhs_transposed = options.lhs_transposed;
-    calls[i].rhs_transposed = options.rhs_transposed;
-    calls[i].use_split_accumulator = options.use_split_accumulator;
-    calls[i].scales_swizzled = options.scales_swizzled;
-    calls[i].out_dtype = options.out_dtype;
+    calls[i].scaling_mode = group.scaling_mode;
+    calls[i].lhs_transposed = group.lhs_transposed;
+    calls[i].rhs_transposed = group.rhs_transposed;
+    calls[i].use_split_accumulator = group.use_split_accumulator;
+    calls[i].scales_swizzled = group.scales_swizzled;
+    calls[i].out_dtype = group.out_dtype;
   }
   return calls;
 }
 
-std::vector<Tensor> grouped_gemm_kernel(at::TensorList lhs, at::TensorList rhs,
-                                        const OptionalTensors& biases, at::TensorList lhs_scale_inv,
-                                        at::TensorList rhs_scale_inv, int64_t mode,
-                                        bool lhs_transposed, bool rhs_transposed,
-                                        bool use_split_accumulator, bool scales_swizzled,
-                                        std::optional<at::ScalarType> out_dtype) {
-  const auto calls = grouped_calls(
-      lhs, rhs, biases, lhs_scale_inv, rhs_scale_inv,
-      {mode, lhs_transposed, rhs_transposed, use_split_accumulator, scales_swizzled, out_dtype});
+std::vector<Tensor> grouped_gemm_kernel(const GroupedCall& group) {
+  const bool is_meta = std::any_of(group.lhs.begin(), group.lhs.end(),
+                                   [](const Tensor& lhs) { return lhs.is_meta(); });
   std::vector<Tensor> outputs;
-  std::vector<GemmArgs> group;
-  for (const auto& call : calls) {
+  std::vector<GemmArgs> products;
+  for (const auto& call : grouped_calls(group)) {
     const auto results = empty_gemm_results(call, kGroupedGemm);
     outputs.push_back(std::get<0>(results));
-    group.push_back(gemm_args(call, results, kGroupedGemm));
+    if (!is_meta) products.push_back(gemm_args(call, results, kGroupedGemm));
   }
-  torch_overlap::grouped_gemm(kGroupedGemm, group);
+  if (!is_meta) torch_overlap::grouped_gemm(kGroupedGemm, products);
   return outputs;
-}
-
-std::vector<Tensor> grouped_gemm_meta(at::TensorList lhs, at::TensorList rhs,
-                                      const OptionalTensors& biases, at::TensorList lhs_scale_inv,
-                                      at::TensorList rhs_scale_inv, int64_t mode,
-                                      bool lhs_transposed, bool rhs_transposed,
-                                      bool use_split_accumulator, bool scales_swizzled,
-                                      std::optional<at::ScalarType> out_dtype) {
-  std::vector<Tensor> outputs;
-  for (const auto& call : grouped_calls(lhs, rhs, biases, lhs_scale_inv, rhs_scale_inv,
-                                        {mode, lhs_transposed, rhs_transposed,
-                                         use_split_accumulator, scales_swizzled, out_dtype})) {
-    outputs.push_back(std::get<0>(empty_gemm_results(call, kGroupedGemm)));
-  }
-  return outputs;
-}
-
-std::vector<Tensor> call_grouped_gemm(at::TensorList lhs, at::TensorList rhs,
-                                      const OptionalTensors& biases, at::TensorList lhs_scale_inv,
-                                      at::TensorList rhs_scale_inv, const GroupedOptions& options) {
-  static const auto handle = find_op<decltype(grouped_gemm_kernel)>("grouped_gemm");
-  return handle.call(lhs, rhs, biases, lhs_scale_inv, rhs_scale_inv, options.scaling_mode,
-                     options.lhs_transposed, options.rhs_transposed, options.use_split_accumulator,
-                     options.scales_swizzled, options.out_dtype);
 }
 
 std::vector<Tensor> grouped_product(at::TensorList lhs, bool lhs_transposed, at::TensorList rhs,
                                     bool rhs_transposed) {
-  return call_grouped_gemm(
-      lhs, rhs, OptionalTensors(), {}, {},
-      {.lhs_transposed = lhs_transposed, .rhs_transposed = rhs_transposed, .out_dtype = {}});
+  return Operator<GroupedCall>::dispatch(
+      {.lhs = lhs, .rhs = rhs, .lhs_transposed = lhs_transposed, .rhs_transposed = rhs_transposed});
 }
 
 // The gradients of unscaled groups are groups, with the formulas of gemm.
@@ -132,16 +112,10 @@ class GroupedGemm : public Function<GroupedGemm> {
   // `biases`: those that exist, of the problems `biased`.
   static variable_list forward(AutogradContext* ctx, at::TensorList lhs, at::TensorList rhs,
                                at::TensorList biases, const std::vector<int64_t>& biased,
-                               const std::vector<Tensor>& lhs_scale_inv,
-                               const std::vector<Tensor>& rhs_scale_inv,
-                               const GroupedOptions& options) {
+                               const GroupedCall& call) {
     const BelowAutograd guard;
-    OptionalTensors optional_biases;
-    if (!biased.empty()) optional_biases.resize(lhs.size(), std::nullopt);
-    for (size_t i = 0; i < biased.size(); ++i) optional_biases.set(biased[i], biases[i]);
-    auto outputs =
-        call_grouped_gemm(lhs, rhs, optional_biases, lhs_scale_inv, rhs_scale_inv, options);
-    const bool has_gradient = options.scaling_mode == 0;
+    auto outputs = Operator<GroupedCall>::dispatch(call);
+    const bool has_gradient = call.scaling_mode == 0;
     ctx->saved_data["has_gradient"] = has_gradient;
     ctx->set_materialize_grads(false);
     if (has_gradient) {
@@ -151,8 +125,8 @@ class GroupedGemm : public Function<GroupedGemm> {
       ctx->save_for_backward(std::move(saved));
       ctx->saved_data["count"] = static_cast<int64_t>(lhs.size());
       ctx->saved_data["biased"] = IValue(biased);
-      ctx->saved_data["lhs_transposed"] = options.lhs_transposed;
-      ctx->saved_data["rhs_transposed"] = options.rhs_transposed;
+      ctx->saved_data["lhs_transposed"] = call.lhs_transposed;
+      ctx->saved_data["rhs_transposed"] = call.rhs_transposed;
     }
     return outputs;
   }
@@ -166,7 +140,7 @@ class GroupedGemm : public Function<GroupedGemm> {
     const auto biased = ctx->saved_data["biased"].toIntVector();
     const bool lhs_transposed = ctx->saved_data["lhs_transposed"].toBool();
     const bool rhs_transposed = ctx->saved_data["rhs_transposed"].toBool();
-    variable_list result(2 * count + biased.size() + 4);
+    variable_list result(2 * count + biased.size() + 2);
 
     // One group computes the gradients of lhs and one those of rhs, for the outputs that were used.
     for (const bool of_lhs : {true, false}) {
@@ -199,66 +173,47 @@ class GroupedGemm : public Function<GroupedGemm> {
   }
 };
 
-std::vector<Tensor> grouped_gemm_autograd(at::TensorList lhs, at::TensorList rhs,
-                                          const OptionalTensors& biases,
-                                          at::TensorList lhs_scale_inv,
-                                          at::TensorList rhs_scale_inv, int64_t mode,
-                                          bool lhs_transposed, bool rhs_transposed,
-                                          bool use_split_accumulator, bool scales_swizzled,
-                                          std::optional<at::ScalarType> out_dtype) {
-  const GroupedOptions options{
-      mode, lhs_transposed, rhs_transposed, use_split_accumulator, scales_swizzled, out_dtype};
+std::vector<Tensor> grouped_gemm_autograd(const GroupedCall& call) {
   const auto any_needs = [](at::TensorList tensors) {
-    return std::any_of(tensors.begin(), tensors.end(), needs_autograd);
+    return std::any_of(tensors.begin(), tensors.end(),
+                       [](const Tensor& tensor) { return needs_autograd(tensor); });
   };
   std::vector<Tensor> present;
   std::vector<int64_t> biased;
-  for (size_t i = 0; i < biases.size(); ++i) {
-    const auto bias = biases.get(i);
-    if (!bias || !bias->defined()) continue;
+  for (size_t i = 0; i < call.biases.size(); ++i) {
+    const auto bias = optional_at(call.biases, i);
+    if (!bias) continue;
     present.push_back(*bias);
     biased.push_back(static_cast<int64_t>(i));
   }
-  if (!any_needs(lhs) && !any_needs(rhs) && !any_needs(present)) {
+  if (!any_needs(call.lhs) && !any_needs(call.rhs) && !any_needs(present)) {
     const BelowAutograd guard;
-    return call_grouped_gemm(lhs, rhs, biases, lhs_scale_inv, rhs_scale_inv, options);
+    return Operator<GroupedCall>::dispatch(call);
   }
-  check_list("biases", biases.size(), lhs.size(), true);
-  return GroupedGemm::apply(lhs, rhs, at::TensorList(present), biased, lhs_scale_inv.vec(),
-                            rhs_scale_inv.vec(), options);
+  check_list("biases", call.biases.size(), call.lhs.size(), true);
+  return GroupedGemm::apply(call.lhs, call.rhs, at::TensorList(present), biased, call);
 }
 
 template <c10::DeviceType kDevice>
-std::vector<Tensor> grouped_gemm_autocast(at::TensorList lhs, at::TensorList rhs,
-                                          const OptionalTensors& biases,
-                                          at::TensorList lhs_scale_inv,
-                                          at::TensorList rhs_scale_inv, int64_t mode,
-                                          bool lhs_transposed, bool rhs_transposed,
-                                          bool use_split_accumulator, bool scales_swizzled,
-                                          std::optional<at::ScalarType> out_dtype) {
-  const auto dtype = at::autocast::get_autocast_dtype(kDevice);
-  const c10::impl::ExcludeDispatchKeyGuard below{
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice)};
-  const auto cast = [&](const Tensor& tensor) {
-    return at::autocast::cached_cast(dtype, tensor, kDevice);
-  };
-  auto left = lhs.vec();
-  auto right = rhs.vec();
-  if (mode == 0) {
-    std::transform(left.begin(), left.end(), left.begin(), cast);
-    std::transform(right.begin(), right.end(), right.begin(), cast);
-  } else if (!out_dtype) {
-    out_dtype = dtype;
+std::vector<Tensor> grouped_gemm_autocast(const GroupedCall& call) {
+  const Autocast<kDevice> cast;
+  auto inner = call;
+  std::vector<Tensor> lhs;
+  std::vector<Tensor> rhs;
+  if (call.scaling_mode == 0) {
+    inner.lhs = lhs = cast(call.lhs.vec());
+    inner.rhs = rhs = cast(call.rhs.vec());
+  } else if (!call.out_dtype) {
+    inner.out_dtype = at::autocast::get_autocast_dtype(kDevice);
   }
-  OptionalTensors cast_biases;
-  for (size_t i = 0; i < biases.size(); ++i) {
-    const auto bias = biases.get(i);
-    cast_biases.push_back(bias ? std::optional(cast(*bias)) : std::nullopt);
-  }
-  return call_grouped_gemm(
-      left, right, cast_biases, lhs_scale_inv, rhs_scale_inv,
-      {mode, lhs_transposed, rhs_transposed, use_split_accumulator, scales_swizzled, out_dtype});
+  inner.biases = cast(call.biases);
+  return Operator<GroupedCall>::dispatch(inner);
 }
+
+TORCH_OVERLAP_OPERATOR(GroupedCall, grouped_gemm_kernel)
+TORCH_OVERLAP_AUTOGRAD(GroupedCall, grouped_gemm_autograd)
+TORCH_OVERLAP_KERNELS(AutocastCPU, m) { m.impl<GroupedCall, grouped_gemm_autocast<at::kCPU>>(); }
+TORCH_OVERLAP_KERNELS(AutocastCUDA, m) { m.impl<GroupedCall, grouped_gemm_autocast<at::kCUDA>>(); }
 
 }  // namespace
 }  // namespace torch_overlap::ops
@@ -268,21 +223,3 @@ TORCH_OVERLAP_SCHEMAS(
     " Tensor[] rhs_scale_inv, int scaling_mode=0, bool lhs_transposed=False,"
     " bool rhs_transposed=False, bool use_split_accumulator=False, bool scales_swizzled=False,"
     " ScalarType? out_dtype=None) -> Tensor[]")
-
-TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_kernel);
-}
-
-TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_meta); }
-
-TORCH_OVERLAP_KERNELS(Autograd, m) {
-  m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_autograd);
-}
-
-TORCH_OVERLAP_KERNELS(AutocastCPU, m) {
-  m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_autocast<at::kCPU>);
-}
-
-TORCH_OVERLAP_KERNELS(AutocastCUDA, m) {
-  m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_autocast<at::kCUDA>);
-}
