@@ -1,3 +1,6 @@
+#include <tuple>
+#include <utility>
+
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
@@ -33,8 +36,61 @@ int to_tag(std::string_view op, const std::optional<int64_t>& tag, const py::han
 
 // Every operation ends with async_op, hints, timeout and options.
 using H = const py::handle&;
+using CommClass = py::class_<TorchComm, std::shared_ptr<TorchComm>>;
 
-void bind_in_place(py::class_<TorchComm, std::shared_ptr<TorchComm>>& comm) {
+// Converts the arguments of a binding to those of the operation. The only integer is the root.
+template <typename T>
+struct Argument {
+  using Type = T;
+  static T convert(const char* /*op*/, T value) { return value; }
+};
+template <>
+struct Argument<int> {
+  using Type = int64_t;
+  static int convert(const char* op, int64_t value) { return to_int(op, "root", value); }
+};
+template <>
+struct Argument<const ReduceOp&> {
+  using Type = H;
+  static const ReduceOp& convert(const char* op, H value) { return to_reduce_op(op, value); }
+};
+
+// Binds "_<name>", whose arguments are those of a method that ends with async_op and options.
+template <typename Options, typename... All>
+void def(CommClass& comm, const char* name, WorkPtr (TorchComm::*method)(All...)) {
+  [&]<size_t... I>(std::index_sequence<I...>) {
+    using Types = std::tuple<All...>;
+    comm.def(concat("_", name).c_str(),
+             [name, method](TorchComm& self,
+                            typename Argument<std::tuple_element_t<I, Types>>::Type... arguments,
+                            H async_op, H hints, H timeout, H options) {
+               const std::tuple<std::tuple_element_t<I, Types>...> converted{
+                   Argument<std::tuple_element_t<I, Types>>::convert(name, arguments)...};
+               return run<Options>(name, async_op, hints, timeout, options,
+                                   [&](bool is_async, const OpOptions& o) {
+                                     return (self.*method)(std::get<I>(converted)..., is_async, o);
+                                   });
+             });
+  }(std::make_index_sequence<sizeof...(All) - 2>());
+}
+
+}  // namespace
+
+void register_collectives(py::module_& module) {
+  CommClass comm(module.attr("TorchComm"));
+  def<BroadcastOptions>(comm, "broadcast", &TorchComm::broadcast);
+  def<AllReduceOptions>(comm, "all_reduce", &TorchComm::all_reduce);
+  def<ReduceOptions>(comm, "reduce", &TorchComm::reduce);
+  def<BarrierOptions>(comm, "barrier", &TorchComm::barrier);
+  def<AllGatherOptions>(comm, "all_gather", &TorchComm::all_gather);
+  def<AllGatherOptions>(comm, "all_gather_v", &TorchComm::all_gather_v);
+  def<AllGatherSingleOptions>(comm, "all_gather_single", &TorchComm::all_gather_single);
+  def<ReduceScatterOptions>(comm, "reduce_scatter", &TorchComm::reduce_scatter);
+  def<ReduceScatterOptions>(comm, "reduce_scatter_v", &TorchComm::reduce_scatter_v);
+  def<ReduceScatterSingleOptions>(comm, "reduce_scatter_single", &TorchComm::reduce_scatter_single);
+  def<AllToAllOptions>(comm, "all_to_all", &TorchComm::all_to_all);
+  def<AllToAllSingleOptions>(comm, "all_to_all_single", &TorchComm::all_to_all_single);
+  def<AllToAllvSingleOptions>(comm, "all_to_all_v_single", &TorchComm::all_to_all_v_single);
   comm.def("_send",
            [](TorchComm& self, const Tensor& tensor, int64_t dst, H async_op, H hints, H timeout,
               H options, const std::optional<int64_t>& tag) {
@@ -53,67 +109,6 @@ void bind_in_place(py::class_<TorchComm, std::shared_ptr<TorchComm>>& comm) {
                    return self.recv(tensor, to_int("recv", "src", src), is_async, o, message_tag);
                  });
            })
-      .def("_broadcast",
-           [](TorchComm& self, const Tensor& tensor, int64_t root, H async_op, H hints, H timeout,
-              H options) {
-             return run<BroadcastOptions>(
-                 "broadcast", async_op, hints, timeout, options,
-                 [&](bool is_async, const OpOptions& o) {
-                   return self.broadcast(tensor, to_int("broadcast", "root", root), is_async, o);
-                 });
-           })
-      .def("_all_reduce",
-           [](TorchComm& self, const Tensor& tensor, H op, H async_op, H hints, H timeout,
-              H options) {
-             const ReduceOp& reduce_op = to_reduce_op("all_reduce", op);
-             return run<AllReduceOptions>("all_reduce", async_op, hints, timeout, options,
-                                          [&](bool is_async, const OpOptions& o) {
-                                            return self.all_reduce(tensor, reduce_op, is_async, o);
-                                          });
-           })
-      .def("_reduce",
-           [](TorchComm& self, const Tensor& tensor, int64_t root, H op, H async_op, H hints,
-              H timeout, H options) {
-             const ReduceOp& reduce_op = to_reduce_op("reduce", op);
-             return run<ReduceOptions>("reduce", async_op, hints, timeout, options,
-                                       [&](bool is_async, const OpOptions& o) {
-                                         return self.reduce(tensor, to_int("reduce", "root", root),
-                                                            reduce_op, is_async, o);
-                                       });
-           })
-      .def("_barrier", [](TorchComm& self, H async_op, H hints, H timeout, H options) {
-        return run<BarrierOptions>(
-            "barrier", async_op, hints, timeout, options,
-            [&](bool is_async, const OpOptions& o) { return self.barrier(is_async, o); });
-      });
-}
-
-void bind_gathering(py::class_<TorchComm, std::shared_ptr<TorchComm>>& comm) {
-  comm.def("_all_gather",
-           [](TorchComm& self, const Tensors& outputs, const Tensor& input, H async_op, H hints,
-              H timeout, H options) {
-             return run<AllGatherOptions>("all_gather", async_op, hints, timeout, options,
-                                          [&](bool is_async, const OpOptions& o) {
-                                            return self.all_gather(outputs, input, is_async, o);
-                                          });
-           })
-      .def("_all_gather_v",
-           [](TorchComm& self, const Tensors& outputs, const Tensor& input, H async_op, H hints,
-              H timeout, H options) {
-             return run<AllGatherOptions>("all_gather_v", async_op, hints, timeout, options,
-                                          [&](bool is_async, const OpOptions& o) {
-                                            return self.all_gather_v(outputs, input, is_async, o);
-                                          });
-           })
-      .def("_all_gather_single",
-           [](TorchComm& self, const Tensor& output, const Tensor& input, H async_op, H hints,
-              H timeout, H options) {
-             return run<AllGatherSingleOptions>("all_gather_single", async_op, hints, timeout,
-                                                options, [&](bool is_async, const OpOptions& o) {
-                                                  return self.all_gather_single(output, input,
-                                                                                is_async, o);
-                                                });
-           })
       .def("_gather",
            [](TorchComm& self, const MaybeTensors& outputs, const Tensor& input, int64_t root,
               H async_op, H hints, H timeout, H options) {
@@ -124,46 +119,14 @@ void bind_gathering(py::class_<TorchComm, std::shared_ptr<TorchComm>>& comm) {
                                                             is_async, o);
                                        });
            })
-      .def("_gather_single", [](TorchComm& self, const MaybeTensor& output, const Tensor& input,
-                                int64_t root, H async_op, H hints, H timeout, H options) {
-        return run<GatherSingleOptions>("gather_single", async_op, hints, timeout, options,
-                                        [&](bool is_async, const OpOptions& o) {
-                                          return self.gather_single(
-                                              output.value_or(Tensor{}), input,
-                                              to_int("gather_single", "root", root), is_async, o);
-                                        });
-      });
-}
-
-void bind_scattering(py::class_<TorchComm, std::shared_ptr<TorchComm>>& comm) {
-  comm.def("_reduce_scatter",
-           [](TorchComm& self, const Tensor& output, const Tensors& inputs, H op, H async_op,
-              H hints, H timeout, H options) {
-             const ReduceOp& reduce_op = to_reduce_op("reduce_scatter", op);
-             return run<ReduceScatterOptions>("reduce_scatter", async_op, hints, timeout, options,
-                                              [&](bool is_async, const OpOptions& o) {
-                                                return self.reduce_scatter(output, inputs,
-                                                                           reduce_op, is_async, o);
-                                              });
-           })
-      .def("_reduce_scatter_v",
-           [](TorchComm& self, const Tensor& output, const Tensors& inputs, H op, H async_op,
-              H hints, H timeout, H options) {
-             const ReduceOp& reduce_op = to_reduce_op("reduce_scatter_v", op);
-             return run<ReduceScatterOptions>("reduce_scatter_v", async_op, hints, timeout, options,
-                                              [&](bool is_async, const OpOptions& o) {
-                                                return self.reduce_scatter_v(
-                                                    output, inputs, reduce_op, is_async, o);
-                                              });
-           })
-      .def("_reduce_scatter_single",
-           [](TorchComm& self, const Tensor& output, const Tensor& input, H op, H async_op, H hints,
-              H timeout, H options) {
-             const ReduceOp& reduce_op = to_reduce_op("reduce_scatter_single", op);
-             return run<ReduceScatterSingleOptions>(
-                 "reduce_scatter_single", async_op, hints, timeout, options,
+      .def("_gather_single",
+           [](TorchComm& self, const MaybeTensor& output, const Tensor& input, int64_t root,
+              H async_op, H hints, H timeout, H options) {
+             return run<GatherSingleOptions>(
+                 "gather_single", async_op, hints, timeout, options,
                  [&](bool is_async, const OpOptions& o) {
-                   return self.reduce_scatter_single(output, input, reduce_op, is_async, o);
+                   return self.gather_single(output.value_or(Tensor{}), input,
+                                             to_int("gather_single", "root", root), is_async, o);
                  });
            })
       .def("_scatter", [](TorchComm& self, const Tensor& output, const MaybeTensors& inputs,
@@ -174,47 +137,6 @@ void bind_scattering(py::class_<TorchComm, std::shared_ptr<TorchComm>>& comm) {
                                   to_int("scatter", "root", root), is_async, o);
             });
       });
-}
-
-void bind_all_to_all(py::class_<TorchComm, std::shared_ptr<TorchComm>>& comm) {
-  comm.def("_all_to_all",
-           [](TorchComm& self, const Tensors& outputs, const Tensors& inputs, H async_op, H hints,
-              H timeout, H options) {
-             return run<AllToAllOptions>("all_to_all", async_op, hints, timeout, options,
-                                         [&](bool is_async, const OpOptions& o) {
-                                           return self.all_to_all(outputs, inputs, is_async, o);
-                                         });
-           })
-      .def("_all_to_all_single",
-           [](TorchComm& self, const Tensor& output, const Tensor& input, H async_op, H hints,
-              H timeout, H options) {
-             return run<AllToAllSingleOptions>("all_to_all_single", async_op, hints, timeout,
-                                               options, [&](bool is_async, const OpOptions& o) {
-                                                 return self.all_to_all_single(output, input,
-                                                                               is_async, o);
-                                               });
-           })
-      .def("_all_to_all_v_single",
-           [](TorchComm& self, const Tensor& output, const Tensor& input,
-              const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits,
-              H async_op, H hints, H timeout, H options) {
-             return run<AllToAllvSingleOptions>("all_to_all_v_single", async_op, hints, timeout,
-                                                options, [&](bool is_async, const OpOptions& o) {
-                                                  return self.all_to_all_v_single(
-                                                      output, input, output_splits, input_splits,
-                                                      is_async, o);
-                                                });
-           });
-}
-
-}  // namespace
-
-void register_collectives(py::module_& module) {
-  py::class_<TorchComm, std::shared_ptr<TorchComm>> comm(module.attr("TorchComm"));
-  bind_in_place(comm);
-  bind_gathering(comm);
-  bind_scattering(comm);
-  bind_all_to_all(comm);
 }
 
 }  // namespace torch_overlap::python
