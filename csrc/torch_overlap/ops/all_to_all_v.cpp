@@ -44,6 +44,7 @@ std::vector<int64_t> concrete(c10::SymIntArrayRef splits) {
 StartedOp start(const Tensor& x, c10::SymIntArrayRef out_splits, c10::SymIntArrayRef in_splits,
                 std::string_view comm, bool async_op) {
   auto out = all_to_all_v_out(x, out_splits, in_splits);
+  if (x.is_meta()) return {std::move(out), nullptr};
   const auto communicator = find_comm(comm);
   TORCH_OVERLAP_CHECK(static_cast<int64_t>(in_splits.size()) == communicator->size(), kValue,
                       kAllToAllV, ": expected one entry for each of the ", communicator->size(),
@@ -58,11 +59,6 @@ StartedOp start(const Tensor& x, c10::SymIntArrayRef out_splits, c10::SymIntArra
 Tensor all_to_all_v_kernel(const Tensor& x, c10::SymIntArrayRef out_splits,
                            c10::SymIntArrayRef in_splits, std::string_view comm) {
   return start(x, out_splits, in_splits, comm, /*async_op=*/false).out;
-}
-
-Tensor all_to_all_v_meta(const Tensor& x, c10::SymIntArrayRef out_splits,
-                         c10::SymIntArrayRef in_splits, std::string_view) {
-  return all_to_all_v_out(x, out_splits, in_splits);
 }
 
 // The gradient is exchanged in the opposite direction, with the splits swapped.
@@ -124,8 +120,6 @@ TORCH_OVERLAP_SCHEMAS(
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("all_to_all_v", torch_overlap::ops::all_to_all_v_kernel);
 }
-
-TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("all_to_all_v", torch_overlap::ops::all_to_all_v_meta); }
 
 TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("all_to_all_v", torch_overlap::ops::all_to_all_v_autograd);

@@ -1,5 +1,4 @@
 #include <ATen/ops/alias.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full_like.h>
 
 #include "torch_overlap/ops/casts.h"
@@ -39,9 +38,6 @@ class InvariantToReplicated : public Function<InvariantToReplicated> {
 Tensor invariant_to_replicated_kernel(const Tensor& x, std::string_view, int64_t) {
   return x.clone();
 }
-Tensor invariant_to_replicated_meta(const Tensor& x, std::string_view, int64_t) {
-  return at::empty_like(x);
-}
 Tensor invariant_to_replicated_autograd(const Tensor& x, std::string_view comm,
                                         int64_t group_size) {
   if (needs_autograd(x)) return InvariantToReplicated::apply(x, comm, group_size);
@@ -66,7 +62,6 @@ class ReplicatedToInvariant : public Function<ReplicatedToInvariant> {
 };
 
 Tensor replicated_to_invariant_kernel(const Tensor& x, bool) { return x.clone(); }
-Tensor replicated_to_invariant_meta(const Tensor& x, bool) { return at::empty_like(x); }
 Tensor replicated_to_invariant_autograd(const Tensor& x, bool mine) {
   if (needs_autograd(x)) return ReplicatedToInvariant::apply(x, mine);
   return at::alias(x);
@@ -102,7 +97,6 @@ class ToPartial : public Function<ToPartial> {
 Tensor to_partial_kernel(const Tensor& x, bool mine, double fill, bool) {
   return mine ? x.clone() : at::full_like(x, fill);
 }
-Tensor to_partial_meta(const Tensor& x, bool, double, bool) { return at::empty_like(x); }
 Tensor to_partial_autograd(const Tensor& x, bool mine, double fill, bool invariant) {
   if (needs_autograd(x)) return ToPartial::apply(x, mine, fill, invariant);
   return value_or_fill(x, mine, fill);
@@ -145,12 +139,6 @@ TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_kernel);
   m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_kernel);
   m.impl("_to_partial", torch_overlap::ops::to_partial_kernel);
-}
-
-TORCH_OVERLAP_KERNELS(Meta, m) {
-  m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_meta);
-  m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_meta);
-  m.impl("_to_partial", torch_overlap::ops::to_partial_meta);
 }
 
 TORCH_OVERLAP_KERNELS(Autograd, m) {

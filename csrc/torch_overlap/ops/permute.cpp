@@ -33,6 +33,7 @@ Tensor permute_out(const Tensor& x, at::IntArrayRef pairs) {
 
 StartedOp start(const Tensor& x, at::IntArrayRef pairs, std::string_view comm, bool async_op) {
   auto out = permute_out(x, pairs);
+  if (x.is_meta()) return {std::move(out), nullptr};
   const auto communicator = find_comm(comm);
   const auto mine = async_op ? clone_if_unversioned(x.contiguous(), x) : x.contiguous();
   std::vector<P2POp> moves;
@@ -59,10 +60,6 @@ StartedOp start(const Tensor& x, at::IntArrayRef pairs, std::string_view comm, b
 
 Tensor permute_kernel(const Tensor& x, at::IntArrayRef pairs, std::string_view comm) {
   return start(x, pairs, comm, /*async_op=*/false).out;
-}
-
-Tensor permute_meta(const Tensor& x, at::IntArrayRef pairs, std::string_view) {
-  return permute_out(x, pairs);
 }
 
 // The gradient is sent in the opposite direction.
@@ -118,8 +115,6 @@ TORCH_OVERLAP_SCHEMAS("permute(Tensor x, int[] pairs, str comm) -> Tensor",
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("permute", torch_overlap::ops::permute_kernel);
 }
-
-TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("permute", torch_overlap::ops::permute_meta); }
 
 TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl("permute", torch_overlap::ops::permute_autograd); }
 

@@ -21,10 +21,9 @@ void check_no_gradient(std::string_view op, const Tensor& x) {
 
 void send_kernel(const Tensor& x, int64_t dst, std::string_view comm) {
   check_peer("send", "dst", dst);
+  if (x.is_meta()) return;
   find_comm(comm)->send(x.contiguous(), static_cast<int>(dst), /*async_op=*/false);
 }
-
-void send_meta(const Tensor&, int64_t dst, std::string_view) { check_peer("send", "dst", dst); }
 
 void send_autograd(const Tensor& x, int64_t dst, std::string_view comm) {
   check_no_gradient("send", x);
@@ -33,18 +32,12 @@ void send_autograd(const Tensor& x, int64_t dst, std::string_view comm) {
 }
 
 // Functional form of recv_ for tracing: the result is copied into x.
-Tensor recv_out(const Tensor& like, int64_t src) {
-  check_peer("recv_", "src", src);
-  return at::empty_symint(like.sym_sizes(), like.options());
-}
-
 Tensor recv_kernel(const Tensor& like, int64_t src, std::string_view comm) {
-  auto out = recv_out(like, src);
-  find_comm(comm)->recv(out, static_cast<int>(src), /*async_op=*/false);
+  check_peer("recv_", "src", src);
+  auto out = at::empty_symint(like.sym_sizes(), like.options());
+  if (!like.is_meta()) find_comm(comm)->recv(out, static_cast<int>(src), /*async_op=*/false);
   return out;
 }
-
-Tensor recv_meta(const Tensor& like, int64_t src, std::string_view) { return recv_out(like, src); }
 
 Tensor& recv_(Tensor& x, int64_t src, std::string_view comm) {
   check_no_gradient("recv_", x);
@@ -75,11 +68,6 @@ TORCH_OVERLAP_SCHEMAS("send(Tensor x, int dst, str comm) -> ()",
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("send", torch_overlap::ops::send_kernel);
   m.impl("_recv", torch_overlap::ops::recv_kernel);
-}
-
-TORCH_OVERLAP_KERNELS(Meta, m) {
-  m.impl("send", torch_overlap::ops::send_meta);
-  m.impl("_recv", torch_overlap::ops::recv_meta);
 }
 
 TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl("send", torch_overlap::ops::send_autograd); }

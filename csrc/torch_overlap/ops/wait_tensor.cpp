@@ -8,16 +8,12 @@ namespace {
 // Functional form of wait_tensor for tracing: the result is copied into x. It waits on the memory
 // of x itself, so x must not be copied before: an operator that modifies x would get a copy, which
 // no work writes.
-Tensor waited_out(const Tensor& x) { return at::empty_symint(x.sym_sizes(), x.options()); }
-
 Tensor waited_kernel(const Tensor& x) {
-  wait_for_work(x);
-  auto out = waited_out(x);
-  out.copy_(x);
+  if (!x.is_meta()) wait_for_work(x);
+  auto out = at::empty_symint(x.sym_sizes(), x.options());
+  if (!x.is_meta()) out.copy_(x);
   return out;
 }
-
-Tensor waited_meta(const Tensor& x) { return waited_out(x); }
 
 // wait_tensor is invisible to autograd: its gradient is x's gradient.
 Tensor wait_composite(const Tensor& x) {
@@ -49,7 +45,5 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("_waited", torch_overlap::ops::waited_kernel);
 }
-
-TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("_waited", torch_overlap::ops::waited_meta); }
 
 TORCH_OVERLAP_COMPOSITE("wait_tensor", torch_overlap::ops::wait_composite)

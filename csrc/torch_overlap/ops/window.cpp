@@ -42,31 +42,21 @@ std::shared_ptr<TorchCommWindow> find_window(std::string_view op, const Tensor& 
 void put_kernel(const Tensor& x, const Tensor& source, int64_t dst, int64_t offset,
                 std::string_view window) {
   check_put(x, source, dst, offset);
+  if (x.is_meta()) return;
   find_window("put", x, window)
       ->put(source.contiguous(), static_cast<int>(dst), offset, /*async_op=*/false);
 }
 
 void signal_kernel(const Tensor& x, int64_t dst, std::string_view window) {
   check_target("signal", "dst", dst);
+  if (x.is_meta()) return;
   find_window("signal", x, window)->signal(static_cast<int>(dst), /*async_op=*/false);
 }
 
 void wait_signal_kernel(const Tensor& x, int64_t src, std::string_view window) {
   check_target("wait_signal", "src", src);
+  if (x.is_meta()) return;
   find_window("wait_signal", x, window)->wait_signal(static_cast<int>(src), /*async_op=*/false);
-}
-
-void put_meta(const Tensor& x, const Tensor& source, int64_t dst, int64_t offset,
-              std::string_view) {
-  check_put(x, source, dst, offset);
-}
-
-void signal_meta(const Tensor&, int64_t dst, std::string_view) {
-  check_target("signal", "dst", dst);
-}
-
-void wait_signal_meta(const Tensor&, int64_t src, std::string_view) {
-  check_target("wait_signal", "src", src);
 }
 
 void mark_modified(const Tensor& x) {
@@ -110,12 +100,6 @@ TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("put", torch_overlap::ops::put_kernel);
   m.impl("signal", torch_overlap::ops::signal_kernel);
   m.impl("wait_signal", torch_overlap::ops::wait_signal_kernel);
-}
-
-TORCH_OVERLAP_KERNELS(Meta, m) {
-  m.impl("put", torch_overlap::ops::put_meta);
-  m.impl("signal", torch_overlap::ops::signal_meta);
-  m.impl("wait_signal", torch_overlap::ops::wait_signal_meta);
 }
 
 TORCH_OVERLAP_KERNELS(Autograd, m) {
