@@ -1,6 +1,5 @@
 #include <pybind11/stl.h>
 
-#include <tuple>
 #include <utility>
 
 #include "torch_overlap/mesh/cost.h"
@@ -12,7 +11,6 @@ namespace {
 using mesh::Collective;
 using mesh::CostModel;
 using mesh::Curve;
-using mesh::DeviceModel;
 using mesh::LinkLevel;
 using mesh::LinkModel;
 using mesh::OverlapModel;
@@ -25,15 +23,25 @@ std::vector<LinkLevel> parse_link_levels(const std::map<std::string, int64_t>& l
   return levels;
 }
 
-// Returns the form of the JSON files: numbers in microseconds and GB/s, for readability.
-py::dict to_dict(const CostModel& model) {
+// Units of a dict of a model: those of the JSON files, for readability, or seconds, bytes and
+// operations, in which no number is rounded.
+struct Units {
+  double per_second;
+  double seconds;
+  double giga;
+  double tera;
+};
+constexpr Units kReadable{.per_second = 1e6, .seconds = 1e-6, .giga = 1e9, .tera = 1e12};
+constexpr Units kExact{.per_second = 1, .seconds = 1, .giga = 1, .tera = 1};
+
+py::dict to_dict(const CostModel& model, const Units& units) {
   py::dict links;
   for (const auto& [name, link] : model.links) {
     py::list curves;
     for (const Curve& curve : link.curves) {
       py::list points;
       for (const auto& point : curve.points) {
-        points.append(py::make_tuple(point.bytes, point.seconds * 1e6));
+        points.append(py::make_tuple(point.bytes, point.seconds * units.per_second));
       }
       py::dict one;
       one["collective"] = std::string(to_string(curve.collective));
@@ -42,27 +50,27 @@ py::dict to_dict(const CostModel& model) {
       curves.append(one);
     }
     py::dict one;
-    one["start_us"] = link.start * 1e6;
-    one["latency_us"] = link.latency * 1e6;
-    one["bandwidth_gbps"] = link.bandwidth / 1e9;
+    one["start_us"] = link.start * units.per_second;
+    one["latency_us"] = link.latency * units.per_second;
+    one["bandwidth_gbps"] = link.bandwidth / units.giga;
     one["curves"] = curves;
     links[name.c_str()] = one;
   }
   py::dict tflops;
   for (const auto& [size, flops] : model.device.flops) {
-    tflops[std::to_string(size).c_str()] = flops / 1e12;
+    tflops[std::to_string(size).c_str()] = flops / units.tera;
   }
   py::dict device;
   device["tflops"] = tflops;
   device["flops_hot"] = model.device.flops_hot;
-  device["memory_gbps"] = model.device.memory / 1e9;
+  device["memory_gbps"] = model.device.memory / units.giga;
   device["processors"] = model.device.processors;
-  device["kernel_us"] = model.device.kernel * 1e6;
+  device["kernel_us"] = model.device.kernel * units.per_second;
   device["tiles"] = model.device.tiles;
   py::dict overlap;
   overlap["contention"] = model.overlap.contention;
-  overlap["start_us"] = model.overlap.start * 1e6;
-  overlap["step_us"] = model.overlap.step * 1e6;
+  overlap["start_us"] = model.overlap.start * units.per_second;
+  overlap["step_us"] = model.overlap.step * units.per_second;
   py::dict out;
   out["name"] = model.name;
   out["links"] = links;
@@ -71,89 +79,42 @@ py::dict to_dict(const CostModel& model) {
   return out;
 }
 
-// Returns the pickled state: the exact numbers, which the units of to_dict() would round.
-py::tuple cost_state(const CostModel& model) {
-  py::dict links;
-  for (const auto& [name, link] : model.links) {
-    py::list curves;
-    for (const Curve& curve : link.curves) {
-      py::list points;
-      for (const auto& point : curve.points) {
-        points.append(py::make_tuple(point.bytes, point.seconds));
-      }
-      curves.append(py::make_tuple(std::string(to_string(curve.collective)), curve.ranks, points));
-    }
-    links[name.c_str()] = py::make_tuple(link.start, link.latency, link.bandwidth, curves);
-  }
-  const DeviceModel& device = model.device;
-  const OverlapModel& overlap = model.overlap;
-  return py::make_tuple(model.name, links,
-                        py::make_tuple(device.flops, device.flops_hot, device.memory,
-                                       device.processors, device.kernel, device.tiles),
-                        py::make_tuple(overlap.contention, overlap.start, overlap.step));
-}
-
-CostModel cost_of_state(const py::tuple& state) {
-  using Points = std::vector<std::pair<double, double>>;
-  using Curves = std::vector<std::tuple<std::string, int64_t, Points>>;
-  using Links = std::map<std::string, std::tuple<double, double, double, Curves>>;
-  using Device = std::tuple<std::map<int64_t, double>, double, double, int64_t, double, bool>;
-  const auto [name, links, device, overlap] =
-      state.cast<std::tuple<std::string, Links, Device, std::tuple<double, double, double>>>();
-  CostModel model;
-  model.name = name;
-  for (const auto& [link_name, values] : links) {
-    const auto& [start, latency, bandwidth, curves] = values;
-    LinkModel& link = model.links[link_name];
-    link = {.start = start, .latency = latency, .bandwidth = bandwidth};
-    for (const auto& [collective, ranks, points] : curves) {
-      Curve& curve = link.curves.emplace_back(Curve{mesh::parse_collective(collective), ranks, {}});
-      for (const auto& [bytes, seconds] : points) curve.points.push_back({bytes, seconds});
-    }
-  }
-  std::tie(model.device.flops, model.device.flops_hot, model.device.memory, model.device.processors,
-           model.device.kernel, model.device.tiles) = device;
-  std::tie(model.overlap.contention, model.overlap.start, model.overlap.step) = overlap;
-  model.check();
-  return model;
-}
-
-LinkModel to_link(const py::dict& from) {
-  LinkModel link{.start = from["start_us"].cast<double>() * 1e-6,
-                 .latency = from["latency_us"].cast<double>() * 1e-6,
-                 .bandwidth = from["bandwidth_gbps"].cast<double>() * 1e9};
+LinkModel to_link(const py::dict& from, const Units& units) {
+  LinkModel link{.start = from["start_us"].cast<double>() * units.seconds,
+                 .latency = from["latency_us"].cast<double>() * units.seconds,
+                 .bandwidth = from["bandwidth_gbps"].cast<double>() * units.giga};
   for (const py::handle item : from["curves"]) {
     Curve curve{mesh::parse_collective(item["collective"].cast<std::string>()),
                 item["ranks"].cast<int64_t>(),
                 {}};
     for (const py::handle point : item["bytes_us"]) {
       const auto [bytes, us] = point.cast<std::pair<double, double>>();
-      curve.points.push_back({bytes, us * 1e-6});
+      curve.points.push_back({bytes, us * units.seconds});
     }
     link.curves.push_back(std::move(curve));
   }
   return link;
 }
 
-CostModel from_dict(const py::dict& from) {
+CostModel from_dict(const py::dict& from, const Units& units) {
   CostModel model;
   model.name = from["name"].cast<std::string>();
   for (const auto& [name, link] : from["links"].cast<py::dict>()) {
-    model.links[name.cast<std::string>()] = to_link(link.cast<py::dict>());
+    model.links[name.cast<std::string>()] = to_link(link.cast<py::dict>(), units);
   }
   const auto device = from["device"].cast<py::dict>();
   for (const auto& [size, tflops] : device["tflops"].cast<py::dict>()) {
-    model.device.flops[std::stoll(size.cast<std::string>())] = tflops.cast<double>() * 1e12;
+    model.device.flops[std::stoll(size.cast<std::string>())] = tflops.cast<double>() * units.tera;
   }
   model.device.flops_hot = device["flops_hot"].cast<double>();
-  model.device.memory = device["memory_gbps"].cast<double>() * 1e9;
+  model.device.memory = device["memory_gbps"].cast<double>() * units.giga;
   model.device.processors = device["processors"].cast<int64_t>();
-  model.device.kernel = device["kernel_us"].cast<double>() * 1e-6;
+  model.device.kernel = device["kernel_us"].cast<double>() * units.seconds;
   model.device.tiles = device["tiles"].cast<bool>();
   const auto overlap = from["overlap"].cast<py::dict>();
   model.overlap = OverlapModel{.contention = overlap["contention"].cast<double>(),
-                               .start = overlap["start_us"].cast<double>() * 1e-6,
-                               .step = overlap["step_us"].cast<double>() * 1e-6};
+                               .start = overlap["start_us"].cast<double>() * units.seconds,
+                               .step = overlap["step_us"].cast<double>() * units.seconds};
   model.check();
   return model;
 }
@@ -172,10 +133,12 @@ h200() is a measured model; bandwidth_only() counts wire bytes only.)")
       .def_static("bandwidth_only", &CostModel::bandwidth_only, py::arg("bandwidth") = 1.0,
                   "Returns a model in which a collective costs its wire bytes / `bandwidth` (bytes "
                   "per second), and nothing else has a cost.")
-      .def_static("from_dict", &from_dict, py::arg("values"),
-                  "Returns the model with these `values`, in the format of to_dict().")
-      .def("to_dict", &to_dict,
-           "Returns a dict of plain numbers (microseconds, GB/s, Tflop/s) that json can write.")
+      .def_static(
+          "from_dict", [](const py::dict& values) { return from_dict(values, kReadable); },
+          py::arg("values"), "Returns the model with these `values`, in the format of to_dict().")
+      .def(
+          "to_dict", [](const CostModel& self) { return to_dict(self, kReadable); },
+          "Returns a dict of plain numbers (microseconds, GB/s, Tflop/s) that json can write.")
       .def_readonly("name", &CostModel::name, "Name of the model.")
       .def(
           "collective",
@@ -206,7 +169,8 @@ h200() is a measured model; bandwidth_only() counts wire bytes only.)")
           "that gathers its operand (all_gather) or reduces its result (reduce_scatter, "
           "all_reduce). `links` and `bytes` are as in collective(). Other collectives do not "
           "overlap.")
-      .def(py::pickle(&cost_state, &cost_of_state))
+      .def(py::pickle([](const CostModel& self) { return to_dict(self, kExact); },
+                      [](const py::dict& state) { return from_dict(state, kExact); }))
       .def("__repr__", [](const CostModel& self) { return "CostModel('" + self.name + "')"; });
   module.def(
       "wire_bytes",
