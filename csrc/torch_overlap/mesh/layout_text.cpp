@@ -86,15 +86,6 @@ std::vector<Partial> read_partial(const Mesh& mesh, Reader& reader) {
   return out;
 }
 
-std::string join(const Mesh& mesh, const AxisList& axes) {
-  std::string out;
-  for (const AxisRef& ref : axes) {
-    if (!out.empty()) out += ',';
-    out += mesh.name(ref);
-  }
-  return out;
-}
-
 }  // namespace
 
 std::string_view to_string(ReduceKind kind) {
@@ -132,7 +123,7 @@ std::string Layout::str() const {
   std::string out = dims_.empty() ? "scalar" : "";
   for (const AxisList& axes : dims_) {
     if (!out.empty()) out += ',';
-    out += concat("[", join(mesh_, axes), "]");
+    out += concat("[", mesh_.names(axes), "]");
   }
   if (!partial_.empty()) {
     const char* separator = " P{";
@@ -143,7 +134,7 @@ std::string Layout::str() const {
     }
     out += '}';
   }
-  if (!invariant_.empty()) out += concat(" I{", join(mesh_, invariant_), "}");
+  if (!invariant_.empty()) out += concat(" I{", mesh_.names(invariant_), "}");
   return out;
 }
 

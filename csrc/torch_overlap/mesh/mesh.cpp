@@ -145,6 +145,12 @@ std::string Mesh::name(const AxisRef& ref) const {
   return is_whole(ref) ? name : concat(name, ":(", ref.pre, ")", ref.size);
 }
 
+std::string Mesh::names(const AxisList& axes) const {
+  std::string out;
+  for (const AxisRef& ref : axes) out += concat(out.empty() ? "" : ",", name(ref));
+  return out;
+}
+
 void Mesh::check(const AxisRef& ref) const {
   TORCH_OVERLAP_CHECK(ref.axis >= 0 && ref.axis < static_cast<int32_t>(axes().size()), kValue,
                       str(), ": expected an axis from 0 to ", axes().size(), ", got ", ref.axis);

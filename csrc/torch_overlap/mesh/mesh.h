@@ -71,6 +71,7 @@ class TORCH_OVERLAP_API Mesh {
   AxisList axis_list(const std::vector<std::string>& names) const;
   bool is_whole(const AxisRef& ref) const noexcept;
   std::string name(const AxisRef& ref) const;
+  std::string names(const AxisList& axes) const;  // separated by commas
   // Errors: no such axis; a part that does not divide it.
   void check(const AxisRef& ref) const;
 

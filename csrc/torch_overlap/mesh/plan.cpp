@@ -21,15 +21,6 @@ constexpr std::array<std::pair<StepKind, std::string_view>, 8> kStepNames{{
     {StepKind::kCast, "cast"},
 }};
 
-std::string joined_names(const Mesh& mesh, const AxisList& axes) {
-  std::string out;
-  for (const AxisRef& ref : axes) {
-    if (!out.empty()) out += ',';
-    out += mesh.name(ref);
-  }
-  return out;
-}
-
 void check(const Layout& from, const Layout& to, const Shape& shape, int64_t element_size) {
   TORCH_OVERLAP_CHECK(from.mesh() == to.mesh(), kValue,
                       "plan_reshard: expected two layouts of one mesh, got ", from.mesh().str(),
@@ -88,7 +79,7 @@ int64_t Step::source_at(int64_t index) const {
 }
 
 std::string Step::str() const {
-  const std::string over = joined_names(before.mesh(), axes);
+  const std::string over = before.mesh().names(axes);
   switch (kind) {
     case StepKind::kAllReduce:
     case StepKind::kMakePartial:
@@ -98,8 +89,7 @@ std::string Step::str() const {
     case StepKind::kAllToAll:
       return concat(to_string(kind), " dim ", from_dim, " to dim ", dim, " over [", over, "]");
     case StepKind::kPermute:
-      return concat(to_string(kind), " [", joined_names(before.mesh(), sources), "] from [", over,
-                    "]");
+      return concat(to_string(kind), " [", before.mesh().names(sources), "] from [", over, "]");
     case StepKind::kCast: {
       const bool becomes_invariant = after.invariant().size() > before.invariant().size();
       return concat(to_string(kind), " [", over, "] to ",

@@ -28,6 +28,12 @@ class RuleBuilder {
   }
   void pattern(uint64_t inputs, uint32_t kinds) { rule_.patterns.push_back({inputs, kinds}); }
   OpRule take() { return std::move(rule_); }
+  // Takes the rule of an operator that moves its first input's elements.
+  OpRule take_move() {
+    pattern(1, kAllKinds);
+    rule_.compute = Compute::kNone;
+    return take();
+  }
 
  private:
   OpRule rule_;
@@ -39,5 +45,9 @@ size_t normal_dim(std::string_view op, int64_t dim, size_t rank);
 std::string dim_name(size_t dim);
 // Applies torch's broadcasting. Errors: sizes that are neither equal nor 1.
 Shape broadcast_shape(std::string_view op, const std::vector<Shape>& shapes);
+// Returns the factors of the dimensions of `from`, which broadcasts to `to`, whose factors are
+// `dims`.
+std::vector<std::vector<int32_t>> broadcast_dims(const Shape& from, const Shape& to,
+                                                 const std::vector<std::vector<int32_t>>& dims);
 
 }  // namespace torch_overlap::mesh

@@ -48,25 +48,16 @@ OpRule elementwise_rule(std::string_view op, const std::vector<Shape>& inputs, E
   // A dimension of size 1 has a factor, too: if it is sharded, one rank has the element and
   // computes it.
   for (size_t d = 0; d < shape.size(); ++d) out.push_back({builder.factor(dim_name(d), shape[d])});
-  for (const Shape& input : inputs) {
-    const size_t skip = shape.size() - input.size();
-    std::vector<std::vector<int32_t>> in;
-    for (size_t d = 0; d < input.size(); ++d) {
-      in.push_back(input[d] == shape[d + skip] ? out[d + skip] : std::vector<int32_t>());
-    }
-    builder.input(input, std::move(in));
-  }
+  for (const Shape& input : inputs) builder.input(input, broadcast_dims(input, shape, out));
   builder.output(shape, std::move(out));
   const uint64_t all = inputs.size() == 64 ? ~uint64_t{0} : bit(inputs.size()) - 1;
   switch (how) {
     case Elementwise::kNonlinear:
       break;
-    case Elementwise::kLinear:
-      builder.pattern(all, kLinearKinds);
-      break;
     case Elementwise::kMove:
       builder.pattern(all, kAllKinds);
       break;
+    case Elementwise::kLinear:
     case Elementwise::kAdd:
       builder.pattern(all, kLinearKinds);
       break;
@@ -103,17 +94,9 @@ OpRule matmul_rule(const Shape& a, const Shape& b) {
     auto& list = shared ? batch_factors : row_factors;
     list.insert(list.end(), out.back().begin(), out.back().end());
   }
-  const auto side = [&](const Shape& own) {
-    std::vector<std::vector<int32_t>> dims;
-    for (size_t d = 0; d < own.size(); ++d) {
-      const size_t at = d + batch.size() - own.size();
-      dims.push_back(own[d] == batch[at] ? out[at] : std::vector<int32_t>());
-    }
-    return dims;
-  };
   const std::vector<int32_t> k = builder.dim("k", inner, FactorKind::kReduced);
-  std::vector<std::vector<int32_t>> a_dims = side(a_batch);
-  std::vector<std::vector<int32_t>> b_dims = side(b_batch);
+  auto a_dims = broadcast_dims(a_batch, batch, out);
+  auto b_dims = broadcast_dims(b_batch, batch, out);
   Shape shape = batch;
   std::vector<int32_t> n;
   if (a.size() > 1) {

@@ -36,6 +36,16 @@ Shape broadcast_shape(std::string_view op, const std::vector<Shape>& shapes) {
   return out;
 }
 
+std::vector<std::vector<int32_t>> broadcast_dims(const Shape& from, const Shape& to,
+                                                 const std::vector<std::vector<int32_t>>& dims) {
+  std::vector<std::vector<int32_t>> in;
+  const size_t skip = to.size() - from.size();
+  for (size_t d = 0; d < from.size(); ++d) {
+    in.push_back(from[d] == to[d + skip] ? dims[d + skip] : std::vector<int32_t>());
+  }
+  return in;
+}
+
 OpRule reshape_rule(const Shape& from, const Shape& to) {
   TORCH_OVERLAP_CHECK(num_elements(from) == num_elements(to), kValue, "reshape: expected ",
                       num_elements(from), " elements, got the shape ", list_string(to));
@@ -88,9 +98,7 @@ OpRule reshape_rule(const Shape& from, const Shape& to) {
   }
   builder.input(from, std::move(in));
   builder.output(to, std::move(out));
-  builder.pattern(1, kAllKinds);
-  builder.rule().compute = Compute::kNone;
-  return builder.take();
+  return builder.take_move();
 }
 
 OpRule transpose_rule(const Shape& x, const std::vector<int64_t>& order) {
@@ -112,9 +120,7 @@ OpRule transpose_rule(const Shape& x, const std::vector<int64_t>& order) {
                       list_string(x), ", got ", list_string(order));
   builder.input(x, std::move(in));
   builder.output(std::move(shape), std::move(out));
-  builder.pattern(1, kAllKinds);
-  builder.rule().compute = Compute::kNone;
-  return builder.take();
+  return builder.take_move();
 }
 
 OpRule broadcast_rule(const Shape& from, const Shape& to) {
@@ -124,16 +130,9 @@ OpRule broadcast_rule(const Shape& from, const Shape& to) {
   RuleBuilder builder("broadcast");
   std::vector<std::vector<int32_t>> out;
   for (size_t d = 0; d < to.size(); ++d) out.push_back(builder.dim(dim_name(d), to[d]));
-  std::vector<std::vector<int32_t>> in;
-  const size_t skip = to.size() - from.size();
-  for (size_t d = 0; d < from.size(); ++d) {
-    in.push_back(from[d] == to[d + skip] ? out[d + skip] : std::vector<int32_t>());
-  }
-  builder.input(from, std::move(in));
+  builder.input(from, broadcast_dims(from, to, out));
   builder.output(to, std::move(out));
-  builder.pattern(1, kAllKinds);
-  builder.rule().compute = Compute::kNone;
-  return builder.take();
+  return builder.take_move();
 }
 
 OpRule concat_rule(const std::vector<Shape>& inputs, int64_t dim) {
@@ -189,9 +188,7 @@ OpRule slice_rule(const Shape& x, int64_t dim, const std::vector<Extent>& parts)
     }
     builder.output(std::move(shape), dims);
   }
-  builder.pattern(1, kAllKinds);
-  builder.rule().compute = Compute::kNone;
-  return builder.take();
+  return builder.take_move();
 }
 
 OpRule take_rule(const Shape& table, const Shape& index, int64_t dim) {

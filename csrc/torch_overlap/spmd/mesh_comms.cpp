@@ -148,12 +148,6 @@ std::shared_ptr<MeshComms> MeshComms::find(std::string_view name) {
   return open;  // this thread may be one of autograd's
 }
 
-std::string MeshComms::format_axes(const AxisList& axes) const {
-  std::string out;
-  for (const AxisRef& ref : axes) out += concat(out.empty() ? "" : ",", mesh_.name(ref));
-  return out;
-}
-
 void MeshComms::check_open() const {
   TORCH_OVERLAP_CHECK(!closed_, kState, "mesh '", name_,
                       "': expected an open mesh, got one that was closed");
@@ -189,11 +183,11 @@ const Group& MeshComms::find_or_make_group(const AxisList& axes, bool may_split)
       made.comm = comm_;
     } else {
       TORCH_OVERLAP_CHECK(may_split && !comm_->is_capturing(), kState, "mesh '", name_,
-                          "': expected a communicator over [", format_axes(axes),
+                          "': expected a communicator over [", mesh_.names(axes),
                           "], got none, and none is made while a graph is captured or a compiler "
                           "traces; call prepare(\"",
-                          format_axes(axes), "\") before");
-      made.comm = comm_->split(ranks, concat(name_, "/", format_axes(axes)));
+                          mesh_.names(axes), "\") before");
+      made.comm = comm_->split(ranks, concat(name_, "/", mesh_.names(axes)));
     }
     made.comm_name = made.comm->name();
   }

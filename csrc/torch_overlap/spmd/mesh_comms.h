@@ -89,7 +89,6 @@ class TORCH_OVERLAP_API MeshComms : public std::enable_shared_from_this<MeshComm
             mesh::CostModel cost);
   void check_open() const;  // throws kState if the mesh was closed
   const Group& find_or_make_group(const mesh::AxisList& axes, bool may_split);
-  std::string format_axes(const mesh::AxisList& axes) const;
 
   const mesh::Mesh mesh_;
   const std::shared_ptr<TorchComm> comm_;
