@@ -6,6 +6,7 @@
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/process.h"
+#include "torch_overlap/symm/bootstrap.h"
 
 namespace torch_overlap {
 namespace {
@@ -50,18 +51,6 @@ std::optional<c10::ScalarType> dtype_of_call(const Call& call) {
     if (!blocks->parts.empty()) return blocks->parts.front().scalar_type();
   }
   return std::nullopt;
-}
-
-std::string text_of_error(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& thrown) {
-    return thrown.what_without_backtrace();
-  } catch (const std::exception& thrown) {
-    return thrown.what();
-  } catch (...) {
-    return "unknown error";
-  }
 }
 
 std::optional<int64_t> unless_zero(int64_t time) {
@@ -218,7 +207,7 @@ void CallRecord::started() noexcept {
 void CallRecord::ended(const std::exception_ptr& error) noexcept {
   if (has_end_.exchange(true, std::memory_order_acq_rel)) return;
   ended_ns_.store(now_ns(), std::memory_order_relaxed);
-  if (error) error_ = text_of_error(error);
+  if (error) error_ = Fault::of(error).text;
   state_.store(error ? CallState::kFailed : CallState::kCompleted, std::memory_order_release);
   for (const auto& weak : observers) {
     if (const auto observer = weak.lock()) observer->on_ended(*this);

@@ -194,8 +194,7 @@ void MismatchCheck::compare_collective(const Call& call,
   c10d::Store& store = connected(call.timeout);
   const auto deadline = Clock::now() + call.timeout;
   const uint64_t sequence = collectives_++;
-  std::vector<std::string> keys;
-  for (int r = 0; r < size_; ++r) keys.push_back(concat(sequence, "/", r));
+  const auto keys = rank_keys(concat(sequence), size_);
   store.set(keys[rank_], encode_facts(facts_of(call, rank_, size_)));
   while (true) {
     check_aborted();
@@ -266,8 +265,7 @@ void MismatchCheck::compare_p2p(const Call& call) {
     }
   }
   for (const Endpoint& endpoint : endpoints) {
-    const std::string text = describe_endpoint(*endpoint.op);
-    store.set(endpoint.mine, std::vector<uint8_t>(text.begin(), text.end()));
+    store.set(endpoint.mine, to_bytes(describe_endpoint(*endpoint.op)));
   }
   delete_stale_keys(store);
   for (const Endpoint& endpoint : endpoints) {

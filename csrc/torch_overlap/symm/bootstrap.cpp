@@ -18,6 +18,14 @@ Fault Fault::current() {
   }
 }
 
+Fault Fault::of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (...) {
+    return current();
+  }
+}
+
 std::vector<std::string> all_gather_or_throw(Bootstrap& bootstrap, const std::string& payload,
                                              const Fault& mine) {
   std::vector<std::string> all;

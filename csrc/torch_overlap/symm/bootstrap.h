@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -51,8 +52,9 @@ struct Fault {
   ErrorKind kind_for_peers() const {
     return kind == ErrorKind::kInterrupted ? ErrorKind::kRuntime : kind;
   }
-  // Returns the fault of the exception being handled.
+  // Returns the fault of the exception being handled, or of `error`.
   TORCH_OVERLAP_API static Fault current();
+  TORCH_OVERLAP_API static Fault of(const std::exception_ptr& error);
 };
 
 // all_gather for a rank that may have a fault. A fault of this rank is thrown, whether or not the

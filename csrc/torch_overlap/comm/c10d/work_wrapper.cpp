@@ -204,10 +204,6 @@ c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::stream_future(const c10::St
   return future;
 }
 
-void WorkWrapper::when_done(const std::function<void(std::exception_ptr)>& done) {
-  when_all_done(parts_.works, done);
-}
-
 c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::getFuture() {
   std::unique_lock lock(mutex_);
   if (future_) return future_;
@@ -217,7 +213,7 @@ c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::getFuture() {
   // A completed work calls back immediately, in this call.
   lock.unlock();
   auto self = c10::intrusive_ptr<WorkWrapper>::reclaim_copy(this);
-  when_done([self, future](std::exception_ptr error) {
+  when_all_done(parts_.works, [self, future](std::exception_ptr error) {
     if (error) return future->setError(error);
     self->finish_outputs();
     future->markCompleted(c10::IValue(self->parts_.outputs));
@@ -235,7 +231,7 @@ c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::getFutureResult() {
   future_result_ = future;
   lock.unlock();
   auto self = c10::intrusive_ptr<WorkWrapper>::reclaim_copy(this);
-  when_done([self, future](std::exception_ptr error) {
+  when_all_done(parts_.works, [self, future](std::exception_ptr error) {
     auto result = c10d::WorkResult::SUCCESS;
     for (const auto& work : self->parts_.works) {
       const auto status = work->status();

@@ -4,7 +4,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/Event.h>
 
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -82,8 +81,6 @@ class TORCH_OVERLAP_API WorkWrapper final : public c10d::Work {
   // them.
   void finish_outputs();
   c10::intrusive_ptr<Future> stream_future(const c10::Stream& stream);
-  // Calls `done` once, when all works are done, with the first error.
-  void when_done(const std::function<void(std::exception_ptr)>& done);
 
   WorkParts parts_;
   std::once_flag copied_;

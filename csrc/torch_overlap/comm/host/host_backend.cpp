@@ -16,6 +16,7 @@
 #include "torch_overlap/comm/process_abort.h"
 #include "torch_overlap/comm/recorder_dump.h"
 #include "torch_overlap/common/capture.h"
+#include "torch_overlap/symm/bootstrap.h"
 
 namespace torch_overlap {
 namespace {
@@ -26,23 +27,7 @@ constexpr Milliseconds kPeerReportTimeout{300};
 constexpr int kCollectives = 0;  // queue index; queues of sends, receives, puts and signals follow
 
 bool is_timeout(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const Error& thrown) {
-    return thrown.kind() == ErrorKind::kTimeout;
-  } catch (...) {
-    return false;
-  }
-}
-
-std::string message_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& thrown) {
-    return thrown.what();
-  } catch (...) {
-    return "unknown error";
-  }
+  return Fault::of(error).kind == ErrorKind::kTimeout;
 }
 
 // A timeout whose message shows the operations in which this rank and the missing peer wait.
@@ -252,7 +237,7 @@ void HostBackend::run_p2p_queue(HostWork& work, QueueKey queue, Primitives& prim
 }
 
 void HostBackend::set_broken(const std::exception_ptr& error) {
-  const std::string why = message_of(error);
+  const std::string why = Fault::of(error).text;
   {
     std::lock_guard lock(mutex_);
     if (!failure_.empty()) return;
@@ -296,7 +281,7 @@ std::shared_ptr<Backend> HostBackend::split(const SplitRequest& request) {
 
 void HostBackend::finalize() {
   finalized_.store(true, std::memory_order_release);
-  const auto timeout = std::min<Milliseconds>(context_.timeout(), std::chrono::hours(24 * 365));
+  const auto timeout = clamp_timeout(context_.timeout());
   bool drained = false;
   try {
     drained = queues_.drain(HostClock::now() + timeout);

@@ -6,9 +6,11 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/interrupt.h"
+#include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/host/callback_threads.h"
 #include "torch_overlap/comm/shutdown.h"
+#include "torch_overlap/symm/bootstrap.h"
 
 namespace torch_overlap {
 namespace {
@@ -17,8 +19,7 @@ namespace {
 constexpr std::chrono::milliseconds kGrace{200};
 
 Deadline after(std::chrono::milliseconds timeout) {
-  constexpr std::chrono::hours kLongest{24 * 365};  // keeps time points from overflowing
-  return HostClock::now() + std::min<std::chrono::milliseconds>(timeout, kLongest);
+  return HostClock::now() + clamp_timeout(timeout);
 }
 
 // Resources that an operation releases when it is done.
@@ -131,13 +132,7 @@ bool HostWork::is_completed() { return done_; }
 WorkStatus HostWork::status() {
   if (!done_) return WorkStatus::INPROGRESS;
   if (!error_) return WorkStatus::COMPLETED;
-  try {
-    std::rethrow_exception(error_);
-  } catch (const Error& thrown) {
-    return thrown.kind() == ErrorKind::kTimeout ? WorkStatus::TIMEDOUT : WorkStatus::ERROR;
-  } catch (...) {
-    return WorkStatus::ERROR;
-  }
+  return Fault::of(error_).kind == ErrorKind::kTimeout ? WorkStatus::TIMEDOUT : WorkStatus::ERROR;
 }
 
 std::exception_ptr HostWork::exception() { return done_ ? error_ : nullptr; }
