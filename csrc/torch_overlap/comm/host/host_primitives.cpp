@@ -54,20 +54,19 @@ std::vector<ConstBytes> read_parts(const RankTensors& blocks, int size) {
 
 }  // namespace
 
-void HostPrimitives::send(int peer, ConstBytes bytes) {
-  // Message has one span type for both directions; a send only reads it.
-  post(true, peer, {const_cast<std::byte*>(bytes.data()), bytes.size()});
-}
+void HostPrimitives::send(int peer, ConstBytes bytes) { post(true, peer, bytes); }
 
 void HostPrimitives::recv(int peer, Bytes bytes) { post(false, peer, bytes); }
 
-void HostPrimitives::post(bool is_send, int peer, Bytes bytes, int tag) {
+void HostPrimitives::post(bool is_send, int peer, ConstBytes bytes, int tag) {
   if (bytes.empty()) return;  // the peer knows the size too and skips the message as well
   has_started_ = true;
   const auto channel = primitive_ == Primitive::p2p ? Channel::p2p : Channel::collective;
-  const Message message{peer, channel, primitive_, bytes, tag};
+  // Message has one span type for both directions; a send only reads it.
+  const Bytes memory{const_cast<std::byte*>(bytes.data()), bytes.size()};
+  const Message message{peer, channel, primitive_, memory, tag};
   try {
-    pending_.push_back({peer, is_send ? transport_.send(message) : transport_.recv(message)});
+    pending_.push_back({peer, transport_.post(message, is_send)});
   } catch (...) {
     pending_.clear();  // cancels the transfers while the caller's buffers are alive
     throw;
@@ -110,9 +109,7 @@ void HostPrimitives::p2p(const std::vector<P2POp>& ops) {
     if (op.peer == rank()) {
       is_send ? to_self.push_back(read(op.tensor)) : from_self.push_back(write(op.tensor));
     } else {
-      // Message has one span type for both directions; a send only reads it.
-      const ConstBytes bytes = is_send ? read(op.tensor) : ConstBytes(write(op.tensor));
-      post(is_send, op.peer, {const_cast<std::byte*>(bytes.data()), bytes.size()}, op.tag);
+      post(is_send, op.peer, is_send ? read(op.tensor) : ConstBytes(write(op.tensor)), op.tag);
     }
   }
   for (size_t i = 0; i < to_self.size(); ++i) copy(from_self[i], to_self[i]);

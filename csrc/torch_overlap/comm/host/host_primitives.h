@@ -58,7 +58,7 @@ class HostPrimitives final : public Primitives {
 
   void send(int peer, std::span<const std::byte> bytes);
   void recv(int peer, std::span<std::byte> bytes);
-  void post(bool is_send, int peer, std::span<std::byte> bytes, int tag = 0);
+  void post(bool is_send, int peer, std::span<const std::byte> bytes, int tag = 0);
   void wait_all();
 
   HostTransport& transport_;

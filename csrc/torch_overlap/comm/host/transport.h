@@ -50,8 +50,7 @@ class HostTransport {
   virtual ~HostTransport() = default;
   virtual std::string version() const = 0;
 
-  virtual std::unique_ptr<Transfer> send(const Message& message) = 0;
-  virtual std::unique_ptr<Transfer> recv(const Message& message) = 0;
+  virtual std::unique_ptr<Transfer> post(const Message& message, bool is_send) = 0;
 
   // Called on the operation's thread before it begins. `index` counts this rank's operations on
   // this communicator. May block until `deadline`, or throw, to inject faults.

@@ -96,14 +96,6 @@ GlooTransport::~GlooTransport() = default;
 // gloo has no version of its own; torch's identifies the gloo that it ships.
 std::string GlooTransport::version() const { return "torch " TORCH_VERSION; }
 
-std::unique_ptr<Transfer> GlooTransport::send(const Message& message) {
-  return post(message, /*is_send=*/true);
-}
-
-std::unique_ptr<Transfer> GlooTransport::recv(const Message& message) {
-  return post(message, /*is_send=*/false);
-}
-
 std::unique_ptr<Transfer> GlooTransport::post(const Message& message, bool is_send) {
   c10::intrusive_ptr<c10d::Backend> group;
   {

@@ -23,14 +23,12 @@ class GlooTransport final : public HostTransport {
   ~GlooTransport() override;
 
   std::string version() const override;
-  std::unique_ptr<Transfer> send(const Message& message) override;
-  std::unique_ptr<Transfer> recv(const Message& message) override;
+  std::unique_ptr<Transfer> post(const Message& message, bool is_send) override;
   bool hides_mismatches() const override { return true; }
   void stop(const std::string& reason, bool notify_peers) override;
 
  private:
   class Posted;
-  std::unique_ptr<Transfer> post(const Message& message, bool is_send);
 
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::Backend> group_;  // null once the peers were notified

@@ -6,14 +6,6 @@
 
 namespace torch_overlap {
 
-std::unique_ptr<Transfer> LocalTransport::send(const Message& message) {
-  return mailbox_->post(rank_, /*is_send=*/true, message);
-}
-
-std::unique_ptr<Transfer> LocalTransport::recv(const Message& message) {
-  return mailbox_->post(rank_, /*is_send=*/false, message);
-}
-
 void LocalTransport::before(uint64_t index, Deadline deadline) {
   using Kind = Faults::Fault::Kind;
   for (const auto& fault : faults_.faults) {

@@ -16,8 +16,9 @@ class LocalTransport final : public HostTransport {
       : mailbox_(std::move(mailbox)), rank_(rank), faults_(std::move(faults)) {}
 
   std::string version() const override { return "1"; }
-  std::unique_ptr<Transfer> send(const Message& message) override;
-  std::unique_ptr<Transfer> recv(const Message& message) override;
+  std::unique_ptr<Transfer> post(const Message& message, bool is_send) override {
+    return mailbox_->post(rank_, is_send, message);
+  }
   void before(uint64_t index, Deadline deadline) override;
   void stop(const std::string& reason, bool notify_peers) override;
   std::string departure_reason(int peer) override { return mailbox_->departure_reason(peer); }
