@@ -33,9 +33,7 @@ AllGatherMatmulBackward::Result allocate(const AllGatherMatmulBackward& call) {
     if (!call.main_grads.empty()) break;
     weight_grads.push_back(at::empty_symint(call.weights[i].sym_sizes(), x.options()));
   }
-  return {
-      call.x_wanted ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options()),
-      std::move(weight_grads)};
+  return {empty_if(call.x_wanted, x.sym_sizes(), x.options()), std::move(weight_grads)};
 }
 
 // The sum of terms that is x's gradient before the reduction: products, and what is added to them.

@@ -79,12 +79,8 @@ struct AllToAllMatmulBackward {
 AllToAllMatmulBackward::Result all_to_all_matmul_backward_kernel(
     const AllToAllMatmulBackward& call) {
   const auto& [x, weight] = std::tie(call.x, call.weight);
-  const auto wanted_like = [&](const Tensor& operand, bool wanted) {
-    return wanted ? at::empty_symint(operand.sym_sizes(), x.options())
-                  : at::empty({0}, x.options());
-  };
-  AllToAllMatmulBackward::Result out{wanted_like(x, call.x_wanted),
-                                     wanted_like(weight, call.weight_wanted)};
+  AllToAllMatmulBackward::Result out{empty_if(call.x_wanted, x.sym_sizes(), x.options()),
+                                     empty_if(call.weight_wanted, weight.sym_sizes(), x.options())};
   if (is_shape_only(x)) return out;
   auto& [x_grad, weight_grad] = out;
   const auto comm = find_comm(kAllToAllMatmul, call.comm, call.group_size);

@@ -201,13 +201,10 @@ std::string_view dual_collective(std::string_view collective) {
 BulkOverlapMatmulBackward::Result bulk_overlap_matmul_backward_kernel(
     const BulkOverlapMatmulBackward& call) {
   const auto& [x, weight] = std::tie(call.x, call.weight);
-  const auto like = [](const Tensor& tensor, bool wanted) {
-    return wanted ? at::empty_symint(tensor.sym_sizes(), tensor.options())
-                  : at::empty({0}, tensor.options());
-  };
   const auto collective = dual_collective(call.collective);
   BulkOverlapMatmulBackward::Result out{
-      like(x, call.x_wanted), like(weight, call.weight_wanted),
+      empty_if(call.x_wanted, x.sym_sizes(), x.options()),
+      empty_if(call.weight_wanted, weight.sym_sizes(), weight.options()),
       collective_out(call.other_grad, collective, call.group_size, call.dim)};
   if (is_shape_only(x)) return out;
   const auto& [x_grad, weight_grad, other] = out;

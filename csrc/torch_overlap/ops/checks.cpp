@@ -192,6 +192,10 @@ at::Tensor result_memory(std::string_view op, std::string_view name, const at::T
   return given;
 }
 
+at::Tensor empty_if(bool is_wanted, c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
+  return is_wanted ? at::empty_symint(sizes, options) : at::empty({0}, options);
+}
+
 void check_no_overlap(std::string_view op, const at::Tensor& x) {
   TORCH_OVERLAP_CHECK(at::has_internal_overlap(x) != at::MemOverlap::Yes, kValue, op,
                       ": expected a tensor whose elements do not share memory, got shape ",

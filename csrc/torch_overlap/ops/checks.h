@@ -81,6 +81,9 @@ ReduceOp parse_reduction(std::string_view op, const at::Tensor& x, std::string_v
 at::Tensor result_memory(std::string_view op, std::string_view name, const at::Tensor* caller,
                          c10::SymIntArrayRef sizes, const at::TensorOptions& options);
 
+// Returns memory for a result that is wanted, otherwise a tensor of shape [0].
+at::Tensor empty_if(bool is_wanted, c10::SymIntArrayRef sizes, const at::TensorOptions& options);
+
 // Checks that no two elements of `x`, which the operator overwrites, share memory (as those of an
 // expanded tensor do).
 void check_no_overlap(std::string_view op, const at::Tensor& x);

@@ -73,12 +73,9 @@ bool is_pipelined(const std::shared_ptr<TorchComm>& comm, const Tensor& sum,
 MatmulAllReduceBackward::Result matmul_all_reduce_backward_kernel(
     const MatmulAllReduceBackward& call) {
   const Tensor& weight = call.weight;
-  const auto wanted_like = [&](const Tensor& operand, bool wanted) {
-    return wanted ? at::empty_symint(operand.sym_sizes(), call.x.options())
-                  : at::empty({0}, call.x.options());
-  };
-  MatmulAllReduceBackward::Result out{wanted_like(call.x, call.x_wanted),
-                                      wanted_like(weight, call.weight_wanted)};
+  MatmulAllReduceBackward::Result out{
+      empty_if(call.x_wanted, call.x.sym_sizes(), call.x.options()),
+      empty_if(call.weight_wanted, weight.sym_sizes(), call.x.options())};
   if (is_shape_only(call.x)) return out;
   auto& [x_grad, weight_grad] = out;
   const auto comm = find_comm(kMatmulAllReduce, call.comm, call.group_size);

@@ -122,7 +122,7 @@ MatmulAllToAllBackward::Result allocate(const MatmulAllToAllBackward& call) {
   const auto options = call.x.options();
   MatmulAllToAllBackward::Result out;
   auto& [x_grad, weight_grads, bias_grads] = out;
-  x_grad = call.x_wanted ? at::empty_symint(call.x.sym_sizes(), options) : at::empty({0}, options);
+  x_grad = empty_if(call.x_wanted, call.x.sym_sizes(), options);
   for (const int64_t i : call.weights_wanted) {
     weight_grads.push_back(at::empty_symint(call.weights[i].sym_sizes(), options));
   }

@@ -88,11 +88,9 @@ MatmulReduceScatterBackward::Result matmul_reduce_scatter_backward_kernel(
   auto sizes = call.grad.sym_sizes().vec();
   sizes[dim] *= call.group_size;
   sizes.back() = call.weight.sym_size(1);
-  MatmulReduceScatterBackward::Result out{
-      at::empty_symint(sizes, call.grad.options()),
-      call.weight_wanted && call.main_grads.empty()
-          ? at::empty_symint(call.weight.sym_sizes(), call.grad.options())
-          : at::empty({0}, call.grad.options())};
+  MatmulReduceScatterBackward::Result out{at::empty_symint(sizes, call.grad.options()),
+                                          empty_if(call.weight_wanted && call.main_grads.empty(),
+                                                   call.weight.sym_sizes(), call.grad.options())};
   if (is_shape_only(call.grad)) return out;
   auto& [x_grad, weight_grad] = out;
   GemmArgs args;

@@ -45,13 +45,11 @@ ScaledAllGatherMatmul::Result allocate(const ScaledAllGatherMatmul& call,
   sizes[dim] *= call.group_size;
   ScaledAllGatherMatmul::Result out;
   auto& [products, gathered, gathered_scales] = out;
-  gathered =
-      call.return_gathered ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
-  gathered_scales =
-      call.return_gathered && modes.gathers_scales()
-          ? at::empty_symint({scales.sym_size(0) * call.group_size, scales.sym_size(1)},
-                             scales.options())
-          : at::empty({0}, scales.options());
+  gathered = empty_if(call.return_gathered, sizes, x.options());
+  const bool has_scales = call.return_gathered && modes.gathers_scales();
+  auto scale_sizes = scales.sym_sizes().vec();
+  if (has_scales) scale_sizes.at(0) *= call.group_size;
+  gathered_scales = empty_if(has_scales, scale_sizes, scales.options());
   for (size_t i = 0; i < weights.size(); ++i) {
     check_scaled_weight(kScaledAllGather, x, weights[i], call.weights_scale_inv[i],
                         optional_at(call.biases, i), call.out_dtype, modes,
