@@ -24,13 +24,8 @@ struct GroupedCall {
   bool use_split_accumulator = false;
   bool scales_swizzled = false;
   std::optional<at::ScalarType> out_dtype{};
-
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.lhs, self.rhs, self.biases, self.lhs_scale_inv, self.rhs_scale_inv,
-                    self.scaling_mode, self.lhs_transposed, self.rhs_transposed,
-                    self.use_split_accumulator, self.scales_swizzled, self.out_dtype);
-  }
+  TORCH_OVERLAP_FIELDS(lhs, rhs, biases, lhs_scale_inv, rhs_scale_inv, scaling_mode, lhs_transposed,
+                       rhs_transposed, use_split_accumulator, scales_swizzled, out_dtype);
 };
 
 void check_list(std::string_view what, size_t got, size_t expected, bool may_be_empty) {
@@ -210,7 +205,7 @@ std::vector<Tensor> grouped_gemm_autocast(const GroupedCall& call) {
   return Operator<GroupedCall>::dispatch(inner);
 }
 
-TORCH_OVERLAP_OPERATOR(GroupedCall, grouped_gemm_kernel)
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) { m.impl<GroupedCall, grouped_gemm_kernel>(); }
 TORCH_OVERLAP_AUTOGRAD(GroupedCall, grouped_gemm_autograd)
 TORCH_OVERLAP_KERNELS(AutocastCPU, m) { m.impl<GroupedCall, grouped_gemm_autocast<at::kCPU>>(); }
 TORCH_OVERLAP_KERNELS(AutocastCUDA, m) { m.impl<GroupedCall, grouped_gemm_autocast<at::kCUDA>>(); }
