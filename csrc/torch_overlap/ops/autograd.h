@@ -111,7 +111,7 @@ class Backward {
   Backward(AutogradContext* context, const variable_list& result_grads)
       : grads(result_grads), context_(context) {
     // Elements of a tuple that the context keeps: strings are referred to, not copied.
-    const auto& stored = context->saved_data.at(kKey).toTupleRef().elements();
+    const auto stored = context->saved_data.at(kKey).toTupleRef().elements().asArrayRef();
     size_t field = 0;
     std::apply([&](auto&... fields) { (restore(fields, stored[field++]), ...); }, call.fields());
     gradients_.resize(num_operands_ + 1);  // the call itself is an argument, too

@@ -1,0 +1,72 @@
+"""benchmarks/whole_host.py: what it would run on a host of eight GPUs, and that no run is lost or left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[4]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import whole_host  # noqa: E402
+
+
+def whole(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "whole_host.py"), *arguments, "--out", str(out)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_every_file_of_gpu_tests_runs_by_itself_on_all_ranks(tmp_path: Path) -> None:
+    files = {path.name for path in (ROOT / "tests/python/gpu").glob("test_*.py")} - {"test_torchrun.py"}
+    done = whole("tests", "--ranks", "8", "--list", out=tmp_path)
+    lines = [line for line in done.stdout.splitlines() if "tests/python/gpu/" in line]
+    assert {re.search(r"gpu/(\w+\.py)$", line)[1] for line in lines} == files  # type: ignore[index]
+    assert len(lines) == len(files) and all("--nproc_per_node 8" in line for line in lines)
+
+
+def test_measurements_of_eight_ranks(tmp_path: Path) -> None:
+    lines = whole("measurements", "--ranks", "8", "--list", out=tmp_path).stdout.splitlines()
+    names = [line.split(" ")[0] for line in lines]
+    assert {"bench_bf16", "bench_fp8", "bench_collectives", "bench_limits", "layer", "train_step", "tune", "goals",
+            "plan_llama3-8b_tp=8"} <= set(names)  # fmt: skip
+    assert len(names) == len(set(names))
+    assert any("--meshes tp=8,dp=2:tp=4" in line for line in lines)
+
+
+def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    done = whole("measurements", "--ranks", "4", "--tiny", "--only", "plan_llama3-8b", out=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^plan_llama3-8b_tp=4: passed, \d+ s$", done.stdout, re.M)
+    assert "2 of 2 passed on 4 ranks" in done.stdout
+    assert "tp=4" in (tmp_path / "plan_llama3-8b_tp=4.log").read_text()
+    failing = whole_host.Run("fails", [sys.executable, "-c", "print('said'); exit(3)"], 30)
+    assert whole_host.execute(failing, tmp_path / "fails.log")[0] == "exit status 3"
+    assert "said" in (tmp_path / "fails.log").read_text()
+
+
+def test_a_run_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
+    body = "import os, time; pid = os.fork(); print(pid, flush=True) if pid else None; time.sleep(60)"
+    began = time.monotonic()
+    hangs = whole_host.Run("hangs", [sys.executable, "-c", body], 1.5)
+    assert whole_host.execute(hangs, tmp_path / "hangs.log")[0] == "not done after 2 s"
+    assert time.monotonic() - began < 30
+    child = int((tmp_path / "hangs.log").read_text().splitlines()[-1])
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}/stat").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, os.listdir("/proc")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["tests", "--ranks", "1"], "expected --ranks of 2 or more, got 1"),
+    (["measurements", "--only", "nothing"], "expected --only of words in bench_bf16, .*, got \\['nothing'\\]"),
+])  # fmt: skip
+def test_bad_arguments(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = whole(*arguments, out=tmp_path)
+    assert done.returncode == 2
+    assert re.search(message, done.stderr), done.stderr
