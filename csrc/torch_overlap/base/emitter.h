@@ -30,6 +30,20 @@ class TORCH_OVERLAP_API Emitter {
   // Returns everything written so far. The emitter is empty afterwards.
   virtual std::string take() = 0;
 
+  // Write what `body` writes, as a dict, and the elements of a range, each by `write`, as a list.
+  template <typename Body>
+  void dict(const Body& body) {
+    begin_dict();
+    body();
+    end_dict();
+  }
+  template <typename Range, typename Write>
+  void list(const Range& range, const Write& write) {
+    begin_list();
+    for (const auto& element : range) write(element);
+    end_list();
+  }
+
   // Writes a key and its value. The overload for numbers is a template: a pointer must not become a
   // bool.
   void field(std::string_view name, std::string_view value) { key(name), text(value); }

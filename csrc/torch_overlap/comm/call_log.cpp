@@ -34,9 +34,7 @@ std::string end_line(Emitter& out) {
 
 void add_sizes(Emitter& out, const char* name, const CallRecord::Sizes& sizes) {
   out.key(name);
-  out.begin_list();
-  for (const int64_t size : sizes) out.integer(size);
-  out.end_list();
+  out.list(sizes, [&](int64_t size) { out.integer(size); });
 }
 
 void describe(Emitter& out, const CallRecord& record) {
@@ -52,16 +50,14 @@ void describe(Emitter& out, const CallRecord& record) {
   if (record.has_reduction()) out.field("reduce_op", to_string(record.reduce_op));
   if (!record.is_p2p()) return;
   out.key("messages");
-  out.begin_list();
-  for (const auto& message : record.messages) {
-    out.begin_dict();
-    out.field("type", message.is_send ? "send" : "recv");
-    out.field("peer", message.peer);
-    add_sizes(out, "sizes", message.sizes);
-    out.field("dtype", c10::toString(message.dtype));
-    out.end_dict();
-  }
-  out.end_list();
+  out.list(record.messages, [&](const CallRecord::Message& message) {
+    out.dict([&] {
+      out.field("type", message.is_send ? "send" : "recv");
+      out.field("peer", message.peer);
+      add_sizes(out, "sizes", message.sizes);
+      out.field("dtype", c10::toString(message.dtype));
+    });
+  });
 }
 
 class JsonFormatter final : public LogFormatter {
@@ -72,11 +68,9 @@ class JsonFormatter final : public LogFormatter {
     describe(*out, record);
     if (has_buffers) {
       out->key("buffers");
-      out->begin_list();
-      for (const at::Tensor& tensor : call.tensors()) {
+      out->list(call.tensors(), [&](const at::Tensor& tensor) {
         out->integer(static_cast<int64_t>(reinterpret_cast<intptr_t>(tensor.data_ptr())));
-      }
-      out->end_list();
+      });
     }
     return end_line(*out);
   }

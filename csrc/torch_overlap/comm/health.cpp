@@ -26,27 +26,24 @@ std::string state_of(const CommHealth& health) {
 
 void write(Emitter& out, const CommHealth& health) {
   const CommRecord& comm = *health.comm;
-  out.begin_dict();
-  out.field("name", comm.name);
-  out.field("backend", comm.backend);
-  out.field("rank", comm.rank);
-  out.field("size", comm.ranks_in_world.size());
-  out.field("state", health.state);
-  if (const auto why = comm.failure()) out.field("failure", *why);
-  out.field("pending", health.pending);
-  out.key("oldest_pending");
-  if (health.oldest) {
-    out.begin_dict();
-    out.field("op", to_string(health.oldest->op));
-    out.field("id", health.oldest->call_id);
-    out.field("state", to_string(health.oldest->state()));
-    out.field("age_seconds", health.oldest_age_seconds);
-    out.field("timeout_seconds", static_cast<double>(health.oldest->timeout.count()) * 1e-3);
-    out.end_dict();
-  } else {
-    out.null();
-  }
-  out.end_dict();
+  out.dict([&] {
+    out.field("name", comm.name);
+    out.field("backend", comm.backend);
+    out.field("rank", comm.rank);
+    out.field("size", comm.ranks_in_world.size());
+    out.field("state", health.state);
+    if (const auto why = comm.failure()) out.field("failure", *why);
+    out.field("pending", health.pending);
+    out.key("oldest_pending");
+    if (!health.oldest) return out.null();
+    out.dict([&] {
+      out.field("op", to_string(health.oldest->op));
+      out.field("id", health.oldest->call_id);
+      out.field("state", to_string(health.oldest->state()));
+      out.field("age_seconds", health.oldest_age_seconds);
+      out.field("timeout_seconds", static_cast<double>(health.oldest->timeout.count()) * 1e-3);
+    });
+  });
 }
 
 using Request = c10d::control_plane::Request;
@@ -154,14 +151,12 @@ std::vector<CommHealth> health() {
 std::string health_json() {
   const auto all = health();
   const auto out = make_json_emitter();
-  out->begin_dict();
-  out->field("healthy", std::all_of(all.begin(), all.end(),
-                                    [](const CommHealth& one) { return one.is_healthy(); }));
-  out->key("communicators");
-  out->begin_list();
-  for (const CommHealth& one : all) write(*out, one);
-  out->end_list();
-  out->end_dict();
+  out->dict([&] {
+    out->field("healthy", std::all_of(all.begin(), all.end(),
+                                      [](const CommHealth& one) { return one.is_healthy(); }));
+    out->key("communicators");
+    out->list(all, [&](const CommHealth& one) { write(*out, one); });
+  });
   return out->take();
 }
 

@@ -3,6 +3,7 @@
 #include <torch/csrc/profiler/combined_traceback.h>
 
 #include <algorithm>
+#include <array>
 #include <span>
 
 #include "torch_overlap/base/emitter.h"
@@ -80,17 +81,15 @@ class TraceWriter {
   }
 
   void write() {
-    out_.begin_dict();
-    out_.field("version", kVersion);
-    if (!options_.reason.empty()) out_.field("reason", options_.reason);
-    out_.field("time_dumped_ns", now_ns());
-    write_comms();
-    write_status();
-    out_.key("entries");
-    out_.begin_list();
-    for (const CallRecordPtr& record : records_) write_call(*record);
-    out_.end_list();
-    out_.end_dict();
+    out_.dict([&] {
+      out_.field("version", kVersion);
+      if (!options_.reason.empty()) out_.field("reason", options_.reason);
+      out_.field("time_dumped_ns", now_ns());
+      write_comms();
+      write_status();
+      out_.key("entries");
+      out_.list(records_, [&](const CallRecordPtr& record) { write_call(*record); });
+    });
   }
 
  private:
@@ -203,14 +202,12 @@ class TraceWriter {
       const bool is_one = record.messages.size() == 1;
       begin_entry(record, is_one ? message_name(record, record.messages.front()) : "coalesced");
       out_.key("messages");
-      out_.begin_list();
-      for (const auto& message : record.messages) {
-        out_.begin_dict();
-        out_.field("type", message.is_send ? "send" : "recv");
-        out_.field("peer", message.peer);
-        out_.end_dict();
-      }
-      out_.end_list();
+      out_.list(record.messages, [&](const CallRecord::Message& message) {
+        out_.dict([&] {
+          out_.field("type", message.is_send ? "send" : "recv");
+          out_.field("peer", message.peer);
+        });
+      });
     }
     write_messages(record, record.messages);
     end_entry(record, stack);
@@ -239,10 +236,8 @@ class TraceWriter {
     out_.field("record_id", recorder_.record_id(record));
     out_.field("pg_id", which - comms_.begin());
     out_.key("process_group");
-    out_.begin_list();
-    out_.text(uid(comm));
-    out_.text(comm.backend);
-    out_.end_list();
+    out_.list(std::array{uid(comm), comm.backend},
+              [&](const std::string& text) { out_.text(text); });
     out_.field("rank", comm.world_rank());
     out_.field("collective_seq_id", record.collective_seq);
     out_.field("p2p_seq_id", record.p2p_seq + (is_for_analyzer() ? kAnalyzerP2pOffset : 0));
@@ -255,15 +250,13 @@ class TraceWriter {
   void write_sizes(std::string_view what, std::span<const std::optional<CallRecord::Sizes>> all,
                    std::optional<c10::ScalarType> dtype) {
     out_.key(concat(what, "_sizes"));
-    out_.begin_list();
-    for (const auto& sizes : all) write_list(sizes.value_or(CallRecord::Sizes{}));
-    out_.end_list();
+    out_.list(all, [&](const std::optional<CallRecord::Sizes>& sizes) {
+      out_.list(sizes.value_or(CallRecord::Sizes{}), [&](int64_t size) { out_.integer(size); });
+    });
     out_.key(concat(what, "_dtypes"));
-    out_.begin_list();
-    for (const auto& sizes : all) {
+    out_.list(all, [&](const std::optional<CallRecord::Sizes>& sizes) {
       if (sizes && dtype) out_.text(c10::toString(*dtype));
-    }
-    out_.end_list();
+    });
   }
 
   void write_messages(const CallRecord& record, std::span<const CallRecord::Message> messages) {
@@ -274,12 +267,6 @@ class TraceWriter {
       }
       write_sizes(is_send ? "input" : "output", all, messages.front().dtype);
     }
-  }
-
-  void write_list(const CallRecord::Sizes& values) {
-    out_.begin_list();
-    for (const int64_t value : values) out_.integer(value);
-    out_.end_list();
   }
 
   void end_entry(const CallRecord& record, size_t stack) {
@@ -314,11 +301,11 @@ class TraceWriter {
   }
 
   void write_frame(const torch::unwind::Frame& frame) {
-    out_.begin_dict();
-    out_.field("name", frame.funcname);
-    out_.field("filename", frame.filename);
-    out_.field("line", std::to_string(frame.lineno));
-    out_.end_dict();
+    out_.dict([&] {
+      out_.field("name", frame.funcname);
+      out_.field("filename", frame.filename);
+      out_.field("line", std::to_string(frame.lineno));
+    });
   }
 
   static constexpr size_t kNoStack = static_cast<size_t>(-1);
