@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <mutex>
 #include <set>
 
@@ -121,19 +122,9 @@ ResolvedOptions resolve_options(const CommOptions& options) {
 }
 
 std::string_view to_string(WorkStatus status) {
-  switch (status) {
-    case WorkStatus::NOT_STARTED:
-      return "NOT_STARTED";
-    case WorkStatus::INPROGRESS:
-      return "INPROGRESS";
-    case WorkStatus::COMPLETED:
-      return "COMPLETED";
-    case WorkStatus::TIMEDOUT:
-      return "TIMEDOUT";
-    case WorkStatus::ERROR:
-      return "ERROR";
-  }
-  return "unknown";
+  constexpr std::array<std::string_view, 5> kNames{"NOT_STARTED", "INPROGRESS", "COMPLETED",
+                                                   "TIMEDOUT", "ERROR"};
+  return kNames.at(static_cast<size_t>(status));
 }
 
 }  // namespace torch_overlap

@@ -11,14 +11,8 @@
 namespace torch_overlap::mesh {
 namespace {
 
-constexpr std::array<std::pair<Collective, std::string_view>, 6> kCollectiveNames{{
-    {Collective::kAllReduce, "all_reduce"},
-    {Collective::kAllGather, "all_gather"},
-    {Collective::kReduceScatter, "reduce_scatter"},
-    {Collective::kAllToAll, "all_to_all"},
-    {Collective::kPermute, "permute"},
-    {Collective::kBroadcast, "broadcast"},
-}};
+constexpr std::array<std::string_view, 6> kCollectiveNames{
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast"};
 
 double num_hops(Collective what, int64_t ranks) {
   switch (what) {
@@ -89,16 +83,16 @@ constexpr Tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0}, {128, 192, 0.96},
 }  // namespace
 
 std::string_view to_string(Collective collective) {
-  for (const auto& [value, name] : kCollectiveNames) {
-    if (value == collective) return name;
-  }
-  fail(ErrorKind::kValue, "Collective: expected one of them, got ", static_cast<int>(collective));
+  const auto index = static_cast<size_t>(collective);
+  TORCH_OVERLAP_CHECK(index < kCollectiveNames.size(), kValue,
+                      "Collective: expected one of them, got ", index);
+  return kCollectiveNames[index];
 }
 
 Collective parse_collective(std::string_view name) {
-  for (const auto& [value, text] : kCollectiveNames) {
-    if (text == name) return value;
-  }
+  const auto found = std::find(kCollectiveNames.begin(), kCollectiveNames.end(), name);
+  if (found != kCollectiveNames.end())
+    return static_cast<Collective>(found - kCollectiveNames.begin());
   fail(ErrorKind::kValue,
        "Collective: expected all_reduce, all_gather, reduce_scatter, all_to_all, ",
        "permute or broadcast, got '", name, "'");

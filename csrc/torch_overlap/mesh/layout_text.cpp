@@ -11,13 +11,7 @@
 namespace torch_overlap::mesh {
 namespace {
 
-constexpr std::array<std::pair<ReduceKind, std::string_view>, 5> kReduceKindNames{{
-    {ReduceKind::kSum, "sum"},
-    {ReduceKind::kAvg, "avg"},
-    {ReduceKind::kMax, "max"},
-    {ReduceKind::kMin, "min"},
-    {ReduceKind::kProduct, "product"},
-}};
+constexpr std::array<std::string_view, 5> kReduceKindNames{"sum", "avg", "max", "min", "product"};
 
 // Reads from the front of a text. An error reports the position at which something else was
 // expected.
@@ -89,16 +83,16 @@ std::vector<Partial> read_partial(const Mesh& mesh, Reader& reader) {
 }  // namespace
 
 std::string_view to_string(ReduceKind kind) {
-  for (const auto& [value, name] : kReduceKindNames) {
-    if (value == kind) return name;
-  }
-  fail(ErrorKind::kValue, "ReduceKind: expected one of the kinds, got ", static_cast<int>(kind));
+  const auto index = static_cast<size_t>(kind);
+  TORCH_OVERLAP_CHECK(index < kReduceKindNames.size(), kValue,
+                      "ReduceKind: expected one of the kinds, got ", index);
+  return kReduceKindNames[index];
 }
 
 ReduceKind parse_reduce_kind(std::string_view name) {
-  for (const auto& [value, text] : kReduceKindNames) {
-    if (text == name) return value;
-  }
+  const auto found = std::find(kReduceKindNames.begin(), kReduceKindNames.end(), name);
+  if (found != kReduceKindNames.end())
+    return static_cast<ReduceKind>(found - kReduceKindNames.begin());
   fail(ErrorKind::kValue, "ReduceKind: expected sum, avg, max, min or product, got '", name, "'");
 }
 

@@ -10,16 +10,9 @@
 namespace torch_overlap::mesh {
 namespace {
 
-constexpr std::array<std::pair<StepKind, std::string_view>, 8> kStepNames{{
-    {StepKind::kSlice, "slice"},
-    {StepKind::kAllGather, "all_gather"},
-    {StepKind::kAllReduce, "all_reduce"},
-    {StepKind::kReduceScatter, "reduce_scatter"},
-    {StepKind::kAllToAll, "all_to_all"},
-    {StepKind::kPermute, "permute"},
-    {StepKind::kMakePartial, "make_partial"},
-    {StepKind::kCast, "cast"},
-}};
+constexpr std::array<std::string_view, 8> kStepNames{"slice",          "all_gather", "all_reduce",
+                                                     "reduce_scatter", "all_to_all", "permute",
+                                                     "make_partial",   "cast"};
 
 void check(const Layout& from, const Layout& to, const Shape& shape, int64_t element_size) {
   TORCH_OVERLAP_CHECK(from.mesh() == to.mesh(), kValue,
@@ -61,10 +54,10 @@ Plan plan_by(PathFinder walk, const Layout& from, const Layout& to, const Shape&
 }  // namespace
 
 std::string_view to_string(StepKind kind) {
-  for (const auto& [value, name] : kStepNames) {
-    if (value == kind) return name;
-  }
-  fail(ErrorKind::kValue, "StepKind: expected one of them, got ", static_cast<int>(kind));
+  const auto index = static_cast<size_t>(kind);
+  TORCH_OVERLAP_CHECK(index < kStepNames.size(), kValue, "StepKind: expected one of them, got ",
+                      index);
+  return kStepNames[index];
 }
 
 bool Step::sends() const noexcept {

@@ -1,5 +1,3 @@
-#include <pybind11/native_enum.h>
-
 #include <vector>
 
 #include "torch_overlap/collectives/select.h"
@@ -99,13 +97,8 @@ block raised.)";
 }  // namespace
 
 void register_comm(py::module_& module) {
-  py::native_enum<OpName> names(module, "OpName", "enum.Enum",
-                                "Names of the operations in hooks and errors.");
-  for (size_t i = 0; i < kNumOpNames; ++i) {
-    const auto name = static_cast<OpName>(i);
-    names.value(std::string(to_string(name)).c_str(), name);
-  }
-  names.finalize();
+  bind_enum<OpName>(module, "OpName", "enum.Enum", "Names of the operations in hooks and errors.",
+                    kNumOpNames);
 
   py::class_<TorchComm, CommPtr>(module, "TorchComm", kCommDoc,
                                  py::release_gil_before_calling_cpp_dtor())

@@ -1,4 +1,3 @@
-#include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
 #include "torch_overlap/gemm/gemm.h"
@@ -235,17 +234,8 @@ void bind_args(py::module_& module) {
 }  // namespace
 
 void register_gemm(py::module_& module) {
-  py::native_enum<ScalingMode>(
-      module, "ScalingMode", "enum.IntEnum",
-      "Scaling of the 8-bit values of an operand: value = data * scale_inv.")
-      .value("NO_SCALING", ScalingMode::NO_SCALING)
-      .value("DELAYED_TENSOR_SCALING", ScalingMode::DELAYED_TENSOR_SCALING)
-      .value("MXFP8_1D_SCALING", ScalingMode::MXFP8_1D_SCALING)
-      .value("CURRENT_TENSOR_SCALING", ScalingMode::CURRENT_TENSOR_SCALING)
-      .value("BLOCK_1D_SCALING", ScalingMode::BLOCK_1D_SCALING)
-      .value("BLOCK_2D_SCALING", ScalingMode::BLOCK_2D_SCALING)
-      .value("ROW_SCALING", ScalingMode::ROW_SCALING)
-      .finalize();
+  bind_enum<ScalingMode>(module, "ScalingMode", "enum.IntEnum",
+                         "Scaling of the 8-bit values of an operand: value = data * scale_inv.", 7);
   auto own = module.def_submodule("_gemm", "Matrix products; torch_overlap.gemm documents them.");
   bind_operand(own);
   bind_args(own);

@@ -1,4 +1,3 @@
-#include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -48,35 +47,15 @@ CommOverlapConfig config_of_state(const py::tuple& state) {
 }
 
 void register_enums(py::module_& m) {
-  py::native_enum<CommOverlapType>(
+  bind_enum<CommOverlapType>(
       m, "CommOverlapType", "enum.IntEnum",
-      "Collective that is overlapped with products: all-gather or reduce-scatter.")
-      .value("NONE", CommOverlapType::NONE)
-      .value("RS", CommOverlapType::RS)
-      .value("AG", CommOverlapType::AG)
-      .finalize();
-  py::native_enum<CommOverlapMethod>(
+      "Collective that is overlapped with products: all-gather or reduce-scatter.", 3);
+  bind_enum<CommOverlapMethod>(
       m, "CommOverlapMethod", "enum.IntEnum",
-      "Method of the overlap; docs/explanation/overlap_classes.md describes them.")
-      .value("NONE", CommOverlapMethod::NONE)
-      .value("BULK", CommOverlapMethod::BULK)
-      .value("PIPELINE", CommOverlapMethod::PIPELINE)
-      .value("RING_EXCHANGE", CommOverlapMethod::RING_EXCHANGE)
-      .finalize();
-  py::native_enum<CommOverlapAlgo>(
+      "Method of the overlap; docs/explanation/overlap_classes.md describes them.", 4);
+  bind_enum<CommOverlapAlgo>(
       m, "CommOverlapAlgo", "enum.IntEnum",
-      "Combinations of a type and a method, with Transformer Engine's names.")
-      .value("NO_OVERLAP", CommOverlapAlgo::NO_OVERLAP)
-      .value("BULK_OVERLAP_AG", CommOverlapAlgo::BULK_OVERLAP_AG)
-      .value("BULK_OVERLAP_RS", CommOverlapAlgo::BULK_OVERLAP_RS)
-      .value("SPLIT_PIPELINED_AG_P2P", CommOverlapAlgo::SPLIT_PIPELINED_AG_P2P)
-      .value("SPLIT_PIPELINED_RS", CommOverlapAlgo::SPLIT_PIPELINED_RS)
-      .value("SPLIT_PIPELINED_RS_P2P", CommOverlapAlgo::SPLIT_PIPELINED_RS_P2P)
-      .value("ATOMIC_GEMM_RS", CommOverlapAlgo::ATOMIC_GEMM_RS)
-      .value("ATOMIC_GEMM_AG_P2P", CommOverlapAlgo::ATOMIC_GEMM_AG_P2P)
-      .value("ATOMIC_GEMM_RS_P2P", CommOverlapAlgo::ATOMIC_GEMM_RS_P2P)
-      .value("EXTERNAL_BULK_OVERLAP_AG", CommOverlapAlgo::EXTERNAL_BULK_OVERLAP_AG)
-      .finalize();
+      "Combinations of a type and a method, with Transformer Engine's names.", 10);
 }
 
 struct AlgoParts {

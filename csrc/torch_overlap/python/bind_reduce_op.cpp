@@ -1,4 +1,3 @@
-#include <pybind11/native_enum.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "torch_overlap/comm/reduce_op.h"
@@ -33,17 +32,7 @@ py::object factor_of(const ReduceOp& op) {
 }  // namespace
 
 void register_reduce_op(py::module_& module) {
-  py::native_enum<RedOpType>(module, "RedOpType", "enum.Enum", "Kinds of reduction.")
-      .value("SUM", RedOpType::SUM)
-      .value("PRODUCT", RedOpType::PRODUCT)
-      .value("MIN", RedOpType::MIN)
-      .value("MAX", RedOpType::MAX)
-      .value("BAND", RedOpType::BAND)
-      .value("BOR", RedOpType::BOR)
-      .value("BXOR", RedOpType::BXOR)
-      .value("PREMUL_SUM", RedOpType::PREMUL_SUM)
-      .value("AVG", RedOpType::AVG)
-      .finalize();
+  bind_enum<RedOpType>(module, "RedOpType", "enum.Enum", "Kinds of reduction.", 9);
 
   py::class_<ReduceOp> op(module, "ReduceOp",
                           R"(The reduction of the ranks' elements. Immutable, comparable, hashable.

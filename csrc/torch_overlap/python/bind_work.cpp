@@ -1,5 +1,3 @@
-#include <pybind11/native_enum.h>
-
 #include "torch_overlap/comm/work.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
@@ -13,13 +11,7 @@ constexpr const char* kWorkDoc =
 }  // namespace
 
 void register_work(py::module_& module) {
-  py::native_enum<WorkStatus>(module, "WorkStatus", "enum.Enum", "State of an operation.")
-      .value("NOT_STARTED", WorkStatus::NOT_STARTED)
-      .value("INPROGRESS", WorkStatus::INPROGRESS)
-      .value("COMPLETED", WorkStatus::COMPLETED)
-      .value("TIMEDOUT", WorkStatus::TIMEDOUT)
-      .value("ERROR", WorkStatus::ERROR)
-      .finalize();
+  bind_enum<WorkStatus>(module, "WorkStatus", "enum.Enum", "State of an operation.", 5);
 
   // The last reference may destroy a communicator, whose threads may need the GIL.
   py::class_<TorchWork, WorkPtr>(module, "TorchWork", kWorkDoc,

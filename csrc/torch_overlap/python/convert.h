@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <pybind11/native_enum.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -91,6 +92,19 @@ auto without_gil(const Body& body) -> decltype(body()) {
   }();
   warnings.emit();
   return result;
+}
+
+// Binds an enum whose values are 0 .. count-1, under the names of to_string(). `base`: its class in
+// Python.
+template <typename Enum>
+void bind_enum(py::module_& module, const char* name, const char* base, const char* doc,
+               size_t count) {
+  py::native_enum<Enum> bound(module, name, base, doc);
+  for (size_t i = 0; i < count; ++i) {
+    const auto value = static_cast<Enum>(i);
+    bound.value(std::string(to_string(value)).c_str(), value);
+  }
+  bound.finalize();
 }
 
 // `expected`: the options class.
