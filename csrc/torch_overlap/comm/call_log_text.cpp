@@ -42,28 +42,8 @@ std::string_view dtype_name(c10::ScalarType dtype) {
   }
 }
 
-std::string_view reduction_name(RedOpType op) {
-  switch (op) {
-    case RedOpType::SUM:
-      return "sum";
-    case RedOpType::PRODUCT:
-      return "prod";
-    case RedOpType::MIN:
-      return "min";
-    case RedOpType::MAX:
-      return "max";
-    case RedOpType::BAND:
-      return "band";
-    case RedOpType::BOR:
-      return "bor";
-    case RedOpType::BXOR:
-      return "bxor";
-    case RedOpType::PREMUL_SUM:
-      return "premul_sum";
-    case RedOpType::AVG:
-      return "avg";
-  }
-  return "unknown";
+std::string reduction_name(RedOpType op) {
+  return op == RedOpType::PRODUCT ? "prod" : to_lower(to_string(op));
 }
 
 std::string seconds(int64_t ns) {
