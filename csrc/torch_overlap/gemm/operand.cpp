@@ -132,9 +132,7 @@ GemmOperand cut(std::string_view op, Side side, const OperandView& view, int64_t
       .transposed = view.transposed,
       .scaling = view.scaling,
       .scale_inv = view.scale_inv,
-      .swizzled = view.swizzled,
-      .columnwise_data = {},
-      .columnwise_scale_inv = {}};
+      .swizzled = view.swizzled};
   if (!view.scaled() || is_tensor_scaling(view.scaling) || view.data.numel() == 0) return part;
   TORCH_OVERLAP_CHECK(
       has_scales_by_row(view) ||

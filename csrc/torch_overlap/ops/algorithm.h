@@ -37,7 +37,7 @@ struct ChannelRequirement {
 
 // This rank's products, for operators that have fused kernels. There is no kernel if k is 0.
 struct FusedProducts {
-  c10::SmallVector<int64_t, 4> n;  // columns of each product
+  c10::SmallVector<int64_t, 4> n{};  // columns of each product
   int64_t k;
   std::optional<int64_t> rows = std::nullopt;  // rows of one kernel; empty: one chunk of each rank
   FusedTypes types;

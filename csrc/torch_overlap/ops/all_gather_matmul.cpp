@@ -50,11 +50,7 @@ AllGatherMatmul::Result all_gather_matmul_kernel(const AllGatherMatmul& call) {
   auto& [results, gathered] = out;
   GatherProducts products{.op = kAllGatherMatmul,
                           .comm = find_comm(kAllGatherMatmul, call.comm, call.group_size),
-                          .own = to_rows(call.x, dim),
-                          .scales = {},
-                          .gathered = {},
-                          .gathered_scales = {},
-                          .gemms = {}};
+                          .own = to_rows(call.x, dim)};
   if (call.return_gathered) products.gathered = writable_rows(gathered, dim);
   for (size_t i = 0; i < results.size(); ++i) {
     GemmArgs args;

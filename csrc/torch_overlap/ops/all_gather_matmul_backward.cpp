@@ -161,7 +161,6 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
                       .comm = comm,
                       .gemms = std::move(terms.products),
                       .start = std::move(terms.start),
-                      .bias = {},
                       .out = x_rows,
                       .ranks_share_k = false};  // the number of output features may differ by rank
   if (algorithm == Algorithm::bulk) {

@@ -74,7 +74,7 @@ using PendingWorkPtr = std::shared_ptr<PendingWork>;
 struct Entry {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
   PendingWorkPtr pending;
-  ProcessStamp process;
+  ProcessStamp process{};
 };
 
 // Works are queried and destroyed outside the lock: either may need the GIL or take long.
@@ -82,8 +82,7 @@ class PendingWorks {
  public:
   void add(const at::Tensor& tensor, PendingWorkPtr pending) {
     const auto& storage = tensor.storage();
-    Entry entry{
-        .storage = storage.getWeakStorageImpl(), .pending = std::move(pending), .process = {}};
+    Entry entry{.storage = storage.getWeakStorageImpl(), .pending = std::move(pending)};
     bool is_full = false;
     {
       const std::lock_guard lock(mutex_);

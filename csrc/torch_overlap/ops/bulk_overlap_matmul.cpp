@@ -90,7 +90,6 @@ void scatter_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& 
                  .dtype = parts.scalar_type(),
                  .gathers = false,
                  .out = out.view({rows / comm->size(), columns}),
-                 .scale_inv = {},
                  .blocks = kBulkBlocks});
 }
 

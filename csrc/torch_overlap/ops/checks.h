@@ -37,7 +37,7 @@ void check_unscaled(std::string_view op, const at::Tensor& x);
 // An argument in an error message: "a weight" of an operator that has one, or "weights[1]".
 struct Argument {
   std::string_view name;
-  std::string_view list;
+  std::string_view list{};
   int64_t index = -1;  // -1: not in a list
 };
 inline Argument weight_argument(int64_t index) { return {"a weight", "weights", index}; }

@@ -43,7 +43,6 @@ Tensor matmul_reduce_scatter_kernel(const MatmulReduceScatter& call) {
       .op = kMatmulReduceScatter,
       .comm = find_comm(kMatmulReduceScatter, call.comm, call.group_size),
       .gemms = {std::move(args)},
-      .start = {},
       .bias = call.bias.value_or(Tensor()),
       .mean = call.op == "avg",
       .out = writable_rows(out, dim)};
@@ -100,9 +99,6 @@ MatmulReduceScatterBackward::Result matmul_reduce_scatter_backward_kernel(
   GatherProducts products{.op = AllGatherMatmul::kName,
                           .comm = find_comm(AllGatherMatmul::kName, call.comm, call.group_size),
                           .own = to_rows(call.grad, dim),
-                          .scales = {},
-                          .gathered = {},
-                          .gathered_scales = {},
                           .gemms = {std::move(args)}};
   const auto algorithm = choose_forward(problem_of(products), call.algorithm, products.comm);
   if (!algorithm) return out;

@@ -83,8 +83,8 @@ GatherBuffers gather_buffers(const GatherProducts& products, Algorithm algorithm
   if (algorithm == Algorithm::pipelined) {
     const auto rows = [&](const at::Tensor& own, const at::Tensor& gathered) {
       if (!own.defined()) return GatheredRows{};
-      return GatheredRows{
-          .own = own, .all = gathered.defined() ? gathered : all_rows_like(*comm, own), .copy = {}};
+      return GatheredRows{.own = own,
+                          .all = gathered.defined() ? gathered : all_rows_like(*comm, own)};
     };
     return {.channel = pipeline_channel(products.op, comm, OperatorChannel::gather),
             .data = rows(products.own, products.gathered),
@@ -206,7 +206,6 @@ void scatter_in_chunks(ScatterProducts products, Algorithm algorithm) {
            .partial = buffers.partial,
            .received = buffers.received,
            .out = products.out,
-           .scale_inv = {},
            .factor = products.mean ? 1.0 / products.comm->size() : 1.0,
            .bias = contiguous_or_undefined(products.bias),
            .ranks_share_k = products.ranks_share_k,
@@ -361,7 +360,6 @@ void run_bulk(const ScatterProducts& products, const std::function<void()>& befo
                  .dtype = products.out.scalar_type(),
                  .gathers = false,
                  .out = products.out,
-                 .scale_inv = {},
                  .blocks = kBulkBlocks});
 }
 

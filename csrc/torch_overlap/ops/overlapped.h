@@ -24,13 +24,13 @@ namespace torch_overlap::ops {
 struct GatherProducts {
   std::string_view op;
   std::shared_ptr<TorchComm> comm;
-  at::Tensor own;     // this rank's rows [rows, k], contiguous, the same shape on all ranks
-  at::Tensor scales;  // block scales of 8-bit `own` [rows, blocks], contiguous; or undefined
+  at::Tensor own;       // this rank's rows [rows, k], contiguous, the same shape on all ranks
+  at::Tensor scales{};  // block scales of 8-bit `own` [rows, blocks], contiguous; or undefined
   // Receive the rows of all ranks, [size * rows, ...], contiguous; or undefined.
-  at::Tensor gathered;
-  at::Tensor gathered_scales;
+  at::Tensor gathered{};
+  at::Tensor gathered_scales{};
   // The products of all rows. lhs.data is ignored, and so is lhs.scale_inv if scales are gathered.
-  std::vector<GemmArgs> gemms;
+  std::vector<GemmArgs> gemms{};
   // If set, called after the products with the rows of all ranks, [size * rows, k], which are valid
   // on the current stream until it returns: they may be in the channel's memory.
   std::function<void(const at::Tensor& rows)> use_rows{};
@@ -47,8 +47,8 @@ struct ScatterProducts {
   std::shared_ptr<TorchComm> comm;
   std::vector<GemmArgs> gemms;  // the products of all rows; `out` is ignored
   // [rows of all ranks, columns], added to this rank's products; or undefined. Not with `fused`.
-  at::Tensor start;
-  at::Tensor bias;  // added after the reduction; or undefined
+  at::Tensor start{};
+  at::Tensor bias{};  // added after the reduction; or undefined
   bool mean = false;
   at::Tensor out;  // [rows, columns], contiguous
   // See ScatterGemm.

@@ -49,8 +49,6 @@ class BlockwiseReduction {
       run_scatter(ScatterProducts{.op = product_.op,
                                   .comm = comm,
                                   .gemms = {product_of_rows(product_, block, rows)},
-                                  .start = {},
-                                  .bias = {},
                                   .mean = product_.mean,
                                   .out = own,
                                   .row_unit = product_.row_unit},

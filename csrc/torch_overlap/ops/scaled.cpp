@@ -52,7 +52,7 @@ ScaledInput check_scaled_x(std::string_view op, const at::Tensor& x, const at::T
   check_group_size(op, group_size);
   check_choice(op, "algorithm", kScaledAlgorithms, algorithm);
   const auto modes = scaled_modes(op, scaling_mode);
-  check_quantized(op, {.name = "x", .list = {}}, x, x_scale_inv, modes.x);
+  check_quantized(op, {.name = "x"}, x, x_scale_inv, modes.x);
   TORCH_OVERLAP_CHECK(
       out_dtype == at::kFloat || out_dtype == at::kHalf || out_dtype == at::kBFloat16, kType, op,
       ": expected out_dtype float32, float16 or bfloat16, got ", out_dtype,

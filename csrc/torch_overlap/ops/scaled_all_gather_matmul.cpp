@@ -71,10 +71,7 @@ ScaledAllGatherMatmul::Result scaled_all_gather_matmul_kernel(const ScaledAllGat
   GatherProducts products{.op = kScaledAllGather,
                           .comm = find_comm(kScaledAllGather, call.comm, call.group_size),
                           .own = to_rows(call.x, dim),
-                          .scales = scale_rows(call.x, call.x_scale_inv, dim, modes),
-                          .gathered = {},
-                          .gathered_scales = {},
-                          .gemms = {}};
+                          .scales = scale_rows(call.x, call.x_scale_inv, dim, modes)};
   Tensor scales_out;  // gathered scales in the shape of the gathered x
   if (call.return_gathered) {
     products.gathered = writable_rows(gathered, dim);

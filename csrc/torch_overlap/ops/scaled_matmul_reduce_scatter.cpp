@@ -48,7 +48,6 @@ Tensor scaled_matmul_reduce_scatter_kernel(const ScaledMatmulReduceScatter& call
       .comm = find_comm(kScaledReduceScatter, call.comm, call.group_size),
       .gemms = {scaled_product(call.x, call.x_scale_inv, dim, call.weight, call.weight_scale_inv,
                                modes, call.use_split_accumulator)},
-      .start = {},
       .bias = call.bias.value_or(Tensor()),
       .mean = call.op == "avg",
       .out = writable_rows(out, dim)};

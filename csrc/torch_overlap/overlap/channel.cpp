@@ -165,11 +165,8 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
       channel->unsupported_reason_ = PretendUnreachable::kReason;
     } else {
       try {
-        channel->memory_ = SymmetricMemory::rendezvous(*bootstrap, {.op = request.op,
-                                                                    .name = request.name,
-                                                                    .tensor = channel->part_,
-                                                                    .digest = {},
-                                                                    .fault = {}});
+        channel->memory_ = SymmetricMemory::rendezvous(
+            *bootstrap, {.op = request.op, .name = request.name, .tensor = channel->part_});
       } catch (const Error& error) {
         if (error.kind() != ErrorKind::kUnsupported) throw;
         channel->unsupported_reason_ = error.what();  // the same on all ranks

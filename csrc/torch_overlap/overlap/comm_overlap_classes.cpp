@@ -41,13 +41,10 @@ void CommOverlapBase::do_bulk(const GemmArgs& args, CommOverlapType type, const 
 void CommOverlapBase::do_external_ag(CommOverlapCore& lender) {
   constexpr std::string_view kOp = "bulk_overlap_external_ag";
   run_bulk_gemm(kOp, channel(),
-                {.gemms = {},
-                 .rows = rows(),
+                {.rows = rows(),
                  .columns = config().buffer_shape[1],
                  .dtype = config().buffer_dtype,
                  .gathers = true,
-                 .out = {},
-                 .scale_inv = {},
                  .blocks = config().num_comm_sm,
                  .cluster = config().comm_cga_size,
                  .lender = &channel_of(lender)});
@@ -103,8 +100,7 @@ GatheredRows CommOverlapP2PBase::gathered_scales(std::string_view op, const Gemm
   scales = scales.contiguous();
   return {.own = scales,
           .all = channel().data(scratch_offset(config()), {rows().rows, scales.size(1)},
-                                scales.scalar_type()),
-          .copy = {}};
+                                scales.scalar_type())};
 }
 
 void CommOverlapP2PBase::check_rows_of_blocks(std::string_view op, const GemmOperand& lhs,

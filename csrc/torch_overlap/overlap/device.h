@@ -22,13 +22,13 @@ class OverlapGroup;
 
 // out = (parts[0] + parts[1] + ...) * scale_inv * factor + bias, in the order of the parts.
 struct SumArgs {
-  at::Tensor out;                 // [rows, columns], stride(1) == 1
-  std::vector<at::Tensor> parts;  // [rows, columns], stride(1) == 1, of one dtype
-  at::Tensor scale_inv;           // one fp32; undefined: 1
+  at::Tensor out;                   // [rows, columns], stride(1) == 1
+  std::vector<at::Tensor> parts{};  // [rows, columns], stride(1) == 1, of one dtype
+  at::Tensor scale_inv{};           // one fp32; undefined: 1
   double factor = 1;
-  at::Tensor bias;  // [columns]; undefined: 0
-  int blocks = 0;   // CUDA: maximum number of blocks; 0: chosen by the kernel
-  int cluster = 1;  // CUDA: number of blocks of a cluster
+  at::Tensor bias{};  // [columns]; undefined: 0
+  int blocks = 0;     // CUDA: maximum number of blocks; 0: chosen by the kernel
+  int cluster = 1;    // CUDA: number of blocks of a cluster
 };
 
 // Layout of a rank's part of a channel in symmetric memory:

@@ -18,9 +18,9 @@ namespace torch_overlap {
 
 // A matrix whose rows are gathered from all ranks.
 struct GatheredRows {
-  at::Tensor own;   // this rank's [length, columns], contiguous; may be its slice of `all`
-  at::Tensor all;   // [rows, columns], contiguous; in the channel's data if ranks map it
-  at::Tensor copy;  // [rows, columns]: all rows are copied to it; undefined: not requested
+  at::Tensor own;     // this rank's [length, columns], contiguous; may be its slice of `all`
+  at::Tensor all;     // [rows, columns], contiguous; in the channel's data if ranks map it
+  at::Tensor copy{};  // [rows, columns]: all rows are copied to it; undefined: not requested
 };
 
 // GEMMs of all ranks' rows.
@@ -57,9 +57,9 @@ struct ScatterGemm {
   // of rank r arrive at row r * rows.largest().
   at::Tensor received;
   at::Tensor out;  // [length, columns] of this rank
-  at::Tensor scale_inv;
+  at::Tensor scale_inv{};
   double factor = 1;
-  at::Tensor bias;  // [columns], added once
+  at::Tensor bias{};  // [columns], added once
   // True if lhs has the same number of columns on every rank.
   bool ranks_share_k = true;
   bool single_stream = false;  // see OverlapStreams::fork()
@@ -137,13 +137,13 @@ TORCH_OVERLAP_API int run_split_gemm(std::string_view op, OverlapChannel& channe
 // A collective of the [rows, columns] at the start of the channel's data, concurrent with GEMMs
 // that do not depend on it.
 struct BulkGemm {
-  std::vector<GemmArgs> gemms;  // may be empty
+  std::vector<GemmArgs> gemms{};  // may be empty
   RowPartition rows;
   int64_t columns = 0;
   at::ScalarType dtype = at::kFloat;
-  bool gathers = true;   // all-gather of the rows; otherwise their reduce-scatter
-  at::Tensor out;        // reduce-scatter: [length, columns]; may be this rank's rows themselves
-  at::Tensor scale_inv;  // reduce-scatter
+  bool gathers = true;     // all-gather of the rows; otherwise their reduce-scatter
+  at::Tensor out{};        // reduce-scatter: [length, columns]; may be this rank's rows themselves
+  at::Tensor scale_inv{};  // reduce-scatter
   int blocks = 0;
   int cluster = 1;
   OverlapChannel* lender = nullptr;  // channel whose streams are used; null: the channel's own

@@ -98,7 +98,7 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
       OperationOptions{.entry = EntryPayload{.rows = rows.rows}, .single_stream = single_stream});
   operation_->enqueue([&](OverlapChannel::Session& session) {
     const int comm = session.streams.comm();
-    enqueue_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);
+    enqueue_all_gather(channel, session, comm, rows, {.own = own, .all = gathered}, 0);
     // On a CPU work is queued: this starts the transfers, which then run in the background.
     if (!channel.transport().is_peer_mapped()) session.streams.join_stream(comm);
     if (!with_own) return;
@@ -164,7 +164,6 @@ int run_split_gemm(std::string_view op, OverlapChannel& channel, const SplitGemm
            .at = piece.begin * problem.rows.rows * element,
            .flags = i * size,
            .sum = {.out = problem.out.narrow(1, piece.begin, piece.length),
-                   .parts = {},
                    .scale_inv = problem.scale_inv,
                    .factor = 1,
                    .bias = problem.bias.defined()
@@ -205,7 +204,7 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
         const int comm = streams.comm();
         if (problem.gathers) {
           enqueue_all_gather(channel, session, comm, rows,
-                             {.own = rows_of_rank(data, rows, rank), .all = data, .copy = {}}, 0);
+                             {.own = rows_of_rank(data, rows, rank), .all = data}, 0);
           if (size > 1) session.wait_for_flags(comm, flags_of_others(channel.group(), 0));
         } else {
           enqueue_reduce_scatter(channel, session, comm,
@@ -215,10 +214,8 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
                                   .at = 0,
                                   .flags = 0,
                                   .sum = {.out = problem.out,
-                                          .parts = {},
                                           .scale_inv = problem.scale_inv,
                                           .factor = 1,
-                                          .bias = {},
                                           .blocks = problem.blocks,
                                           .cluster = problem.cluster}},
                                  received);

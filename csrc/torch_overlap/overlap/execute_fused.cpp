@@ -29,13 +29,11 @@ void enqueue_copy(OverlapStreams& streams, int stream, const GatheredRows& data,
 void run_fused_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
   const int rank = channel.group().rank();
   const int size = channel.group().size();
-  FusedGather fused{.gemm = {},
-                    .rows = problem.rows,
+  FusedGather fused{.rows = problem.rows,
                     .own = problem.data.own,
                     .gathered = problem.data.all,
                     .own_scales = problem.scales.own,
-                    .gathered_scales = problem.scales.all,
-                    .order = {}};
+                    .gathered_scales = problem.scales.all};
   for (const ChunkStep& step : gather_schedule(rank, size, GatherOrder::all_pairs).steps) {
     fused.order.push_back(step.first);
   }
@@ -119,7 +117,6 @@ void enqueue_products_and_sends(OverlapChannel::Session& session, const ScatterG
                               .at = at + pieces[j].begin * row,
                               .flag = flag + rank,
                               .from = exchanges[i].from,
-                              .get = {},
                               .get_flag = flag + exchanges[i].from});
     }
   }

@@ -42,8 +42,6 @@ void enqueue_low_latency_sum(OverlapChannel& channel, OverlapChannel::Session& s
   if (length > 0) {
     SumArgs args{
         .out = one_shot ? sum.out : channel.data(sum.sums_offset, {length, sum.columns()}, dtype),
-        .parts = {},
-        .scale_inv = {},
         .factor = sum.factor,
         .bias = one_shot ? sum.bias : at::Tensor()};
     for (int peer = 0; peer < size; ++peer) {

@@ -115,7 +115,6 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
     return row_view(problem.received, peer * rows.largest(), length);
   };
   SumArgs sum{.out = problem.out,
-              .parts = {},
               .scale_inv = problem.scale_inv,
               .factor = problem.factor,
               .bias = problem.bias};

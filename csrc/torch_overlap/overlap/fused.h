@@ -36,14 +36,14 @@ struct FusedShape {
 // out = all rows * rhs + bias. Each chunk is multiplied as soon as it has arrived. Flag r signals
 // the arrival of rank r's chunk, unless the kernel sends the chunks itself.
 struct FusedGather {
-  GemmArgs gemm;  // lhs.data is ignored
+  GemmArgs gemm{};  // lhs.data is ignored
   RowPartition rows;
   at::Tensor own;       // this rank's rows
   at::Tensor gathered;  // destination of all rows; this rank's own are not written
   // own and gathered for the scales, contiguous, if each row has its own; otherwise undefined.
   at::Tensor own_scales;
   at::Tensor gathered_scales;
-  std::vector<int> order;  // order in which chunks are multiplied; this rank's own is first
+  std::vector<int> order{};  // order in which chunks are multiplied; this rank's own is first
   // Number of blocks of the kernel that send this rank's rows; the kernel then enters the operation
   // itself. 0: the rows are sent by other means.
   int senders = 0;

@@ -57,8 +57,7 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
        .flags = num_flags_per_rank(which) * size,
        .tiles = which == OperatorChannel::low_latency ? 0 : device.tiles(),
        .streams = kStreams,
-       .use_ce = true,
-       .fault = {}});
+       .use_ce = true});
   comm->attach(name, channel);
   return channel;
 }

@@ -25,7 +25,7 @@ struct PendingBuffer {
   const TorchComm* comm_address;
   CommOverlapConfig config;
   std::shared_future<void> over;
-  ProcessStamp process;  // after a fork the child ignores entries of its parent
+  ProcessStamp process{};  // after a fork the child ignores entries of its parent
 };
 
 struct Buffers {
@@ -80,10 +80,9 @@ int64_t create_comm_overlap_buffer(const std::shared_ptr<TorchComm>& comm,
                    making.config == config;
           });
       if (other == all.making.end()) {
-        mine = all.making.insert(other, {.comm_address = comm.get(),
-                                         .config = config,
-                                         .over = over.get_future().share(),
-                                         .process = {}});
+        mine = all.making.insert(
+            other,
+            {.comm_address = comm.get(), .config = config, .over = over.get_future().share()});
         break;
       }
       of_other = other->over;

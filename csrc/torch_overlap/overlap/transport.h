@@ -58,7 +58,7 @@ class TORCH_OVERLAP_API Transport {
     int64_t at;
     int flag;  // peer-mapped only: kNoFlag if a later move of the stream signals this one too
     int from;
-    at::Tensor get;
+    at::Tensor get{};
     int get_flag;
     // Peer-mapped only. Row stride in bytes at the destination of `give` [rows, columns], whose
     // rows need not be contiguous; 0: `give` is contiguous, here and there.

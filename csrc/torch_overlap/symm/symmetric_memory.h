@@ -33,11 +33,11 @@ TORCH_OVERLAP_API at::Tensor symmetric_empty(c10::IntArrayRef sizes, at::ScalarT
 class TORCH_OVERLAP_API SymmetricMemory : public std::enable_shared_from_this<SymmetricMemory> {
  public:
   struct Request {
-    std::string_view op;  // for errors
-    std::string name;     // name of the memory, for errors
-    at::Tensor tensor;    // this rank's part: contiguous, of the same size on all ranks
-    std::string digest;   // any text that must be equal on all ranks
-    Fault fault;          // reason why this rank cannot take part: then all ranks throw
+    std::string_view op;   // for errors
+    std::string name;      // name of the memory, for errors
+    at::Tensor tensor;     // this rank's part: contiguous, of the same size on all ranks
+    std::string digest{};  // any text that must be equal on all ranks
+    Fault fault{};         // reason why this rank cannot take part: then all ranks throw
     // Accepts ranks that cannot reach each other, if all ranks set it: they then need other means.
     // `partial_unsupported_reason`: why this rank does not set it, for the error.
     bool partial = false;
