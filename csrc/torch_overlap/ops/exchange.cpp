@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "torch_overlap/ops/checks.h"
-#include "torch_overlap/ops/exchange_channel.h"
 #include "torch_overlap/ops/rows.h"
 
 namespace torch_overlap::ops {

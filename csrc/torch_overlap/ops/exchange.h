@@ -116,6 +116,16 @@ class ColumnExchange {
   std::vector<at::Tensor> send_buffers_;  // [size - 1, rows, columns_i], by step
 };
 
+// Exchanges over the operators' channels (exchange_channel.cpp): rows are written directly to their
+// place among those of other ranks, and columns travel without the communicator's kernels.
+std::unique_ptr<RowExchange> start_channel_rows(std::string_view op,
+                                                const std::shared_ptr<TorchComm>& comm,
+                                                const std::vector<at::Tensor>& matrices,
+                                                int64_t pieces);
+std::unique_ptr<ColumnExchange> start_channel_columns(std::string_view op,
+                                                      const std::shared_ptr<TorchComm>& comm,
+                                                      const std::vector<at::Tensor>& into);
+
 // Runs all_to_all(y, -1, 0) of y [rows, size * columns] as one collective.
 void all_to_all_columns(TorchComm& comm, const at::Tensor& y, const at::Tensor& into);
 

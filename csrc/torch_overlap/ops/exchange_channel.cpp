@@ -1,10 +1,9 @@
-#include "torch_overlap/ops/exchange_channel.h"
-
 #include <algorithm>
 #include <optional>
 #include <utility>
 
 #include "torch_overlap/base/rounding.h"
+#include "torch_overlap/ops/exchange.h"
 #include "torch_overlap/overlap/op_channels.h"
 
 namespace torch_overlap::ops {

@@ -1,10 +1,9 @@
-#include "torch_overlap/ops/matmul_all_reduce.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
 #include "torch_overlap/common/views.h"
 #include "torch_overlap/ops/autograd.h"
+#include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/rows.h"
 
 namespace torch_overlap::ops {

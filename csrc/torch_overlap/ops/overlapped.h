@@ -20,6 +20,8 @@
 // depends on, and run_...() executes the chosen one on the current stream.
 namespace torch_overlap::ops {
 
+struct MatmulAllReduce;  // ops.h
+
 // out_i = all ranks' rows * rhs_i.
 struct GatherProducts {
   std::string_view op;
@@ -80,6 +82,9 @@ struct AllReduceProduct {
   int64_t row_unit = 1;
 };
 OverlapProblem problem_of(const AllReduceProduct& product);
+// Returns the product of a call that writes to `out`, the result's memory.
+AllReduceProduct product_of(const MatmulAllReduce& call, const std::shared_ptr<TorchComm>& comm,
+                            const at::Tensor& out);
 void check(const AllReduceProduct& product);
 void run_all_reduce(const AllReduceProduct& product, Algorithm algorithm);
 

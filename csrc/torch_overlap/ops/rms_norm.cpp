@@ -6,7 +6,7 @@
 
 #include "torch_overlap/gemm/quantize.h"
 #include "torch_overlap/ops/autograd.h"
-#include "torch_overlap/ops/matmul_all_reduce.h"
+#include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/rows.h"
 
 namespace torch_overlap::ops {
