@@ -36,14 +36,9 @@ QuantizedTuple as_tuple(Quantized out) {
 
 QuantizedTuple quantize_kernel(const Tensor& x, int64_t mode, OptionalDtype dtype, bool columnwise,
                                bool swizzled, bool power_of_two) {
-  return as_tuple(torch_overlap::quantize(
-      kQuantize, x, quantize_options(kQuantize, mode, dtype, columnwise, swizzled, power_of_two)));
-}
-
-QuantizedTuple quantize_meta(const Tensor& x, int64_t mode, OptionalDtype dtype, bool columnwise,
-                             bool swizzled, bool power_of_two) {
-  return as_tuple(empty_quantized(
-      kQuantize, x, quantize_options(kQuantize, mode, dtype, columnwise, swizzled, power_of_two)));
+  const auto options = quantize_options(kQuantize, mode, dtype, columnwise, swizzled, power_of_two);
+  return as_tuple(x.is_meta() ? empty_quantized(kQuantize, x, options)
+                              : torch_overlap::quantize(kQuantize, x, options));
 }
 
 QuantizeOptions delayed_options(OptionalDtype dtype, bool columnwise) {
@@ -58,46 +53,39 @@ QuantizedTuple delayed_tuple(Quantized out, Tensor amax) {
 
 QuantizedTuple quantize_delayed_kernel(const Tensor& x, const Tensor& scale, OptionalDtype dtype,
                                        bool columnwise) {
-  auto [out, amax] = torch_overlap::quantize_delayed(kQuantizeDelayed, x, scale,
-                                                     delayed_options(dtype, columnwise));
-  return delayed_tuple(std::move(out), std::move(amax));
-}
-
-QuantizedTuple quantize_delayed_meta(const Tensor& x, const Tensor& scale, OptionalDtype dtype,
-                                     bool columnwise) {
-  check_scale(kQuantizeDelayed, x, scale);
-  auto out = empty_quantized(kQuantizeDelayed, x, delayed_options(dtype, columnwise));
-  auto amax = at::empty({1}, out.scale_inv.options());
+  const auto options = delayed_options(dtype, columnwise);
+  if (x.is_meta()) {
+    check_scale(kQuantizeDelayed, x, scale);
+    auto out = empty_quantized(kQuantizeDelayed, x, options);
+    auto amax = at::empty({1}, out.scale_inv.options());
+    return delayed_tuple(std::move(out), std::move(amax));
+  }
+  auto [out, amax] = torch_overlap::quantize_delayed(kQuantizeDelayed, x, scale, options);
   return delayed_tuple(std::move(out), std::move(amax));
 }
 
 void update_scale_kernel(const Tensor& amax_history, const Tensor& scale, OptionalDtype dtype,
                          int64_t margin, std::string_view amax_compute) {
+  if (amax_history.is_meta()) return;
   torch_overlap::update_scale("update_scale_", amax_history, scale,
                               dtype.value_or(at::kFloat8_e4m3fn), margin, amax_compute);
 }
 
-void update_scale_meta(const Tensor&, const Tensor&, OptionalDtype, int64_t, std::string_view) {}
-
 Tensor dequantize_kernel(const Tensor& data, const Tensor& scale_inv, int64_t mode,
                          OptionalDtype dtype, bool swizzled) {
-  return torch_overlap::dequantize(kDequantize, data, scale_inv, scaling_mode(kDequantize, mode),
-                                   dtype.value_or(at::kFloat), swizzled);
-}
-
-Tensor dequantize_meta(const Tensor& data, const Tensor& scale_inv, int64_t mode,
-                       OptionalDtype dtype, bool swizzled) {
+  const auto scaling = scaling_mode(kDequantize, mode);
   const auto wide = dtype.value_or(at::kFloat);
-  check_dequantizable(kDequantize, data, scale_inv, scaling_mode(kDequantize, mode), wide,
-                      swizzled);
+  if (!data.is_meta()) {
+    return torch_overlap::dequantize(kDequantize, data, scale_inv, scaling, wide, swizzled);
+  }
+  check_dequantizable(kDequantize, data, scale_inv, scaling, wide, swizzled);
   return at::empty_symint(data.sym_sizes(), data.options().dtype(wide));
 }
 
 Tensor swizzle_scales_kernel(const Tensor& scales) {
-  return torch_overlap::swizzle_scales(kSwizzleScales, scales);
+  return scales.is_meta() ? empty_swizzled(kSwizzleScales, scales)
+                          : torch_overlap::swizzle_scales(kSwizzleScales, scales);
 }
-
-Tensor swizzle_scales_meta(const Tensor& scales) { return empty_swizzled(kSwizzleScales, scales); }
 
 Tensor unswizzle_scales_kernel(const Tensor& scales, int64_t rows, int64_t blocks) {
   return torch_overlap::unswizzle_scales(kUnswizzleScales, scales, rows, blocks);
@@ -133,11 +121,6 @@ TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
 }
 
 TORCH_OVERLAP_KERNELS(Meta, m) {
-  m.impl("quantize", torch_overlap::ops::quantize_meta);
-  m.impl("quantize_delayed", torch_overlap::ops::quantize_delayed_meta);
-  m.impl("update_scale_", torch_overlap::ops::update_scale_meta);
-  m.impl("dequantize", torch_overlap::ops::dequantize_meta);
-  m.impl("swizzle_scales", torch_overlap::ops::swizzle_scales_meta);
   m.impl("unswizzle_scales", torch_overlap::ops::unswizzle_scales_meta);
 }
 
