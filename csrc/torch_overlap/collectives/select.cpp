@@ -335,6 +335,7 @@ CollectivePlan plan_unequal(const CollectiveProblem& problem, CollectiveMode mod
 
 constexpr std::string_view kModeNames[] = {"off",    "auto",     "always", "ll",       "ll128",
                                            "simple", "two_shot", "bulk",   "zero_copy"};
+constexpr std::string_view kProtocolNames[] = {"nccl", "ll", "ll128", "simple", "two_shot", "bulk"};
 
 }  // namespace
 
@@ -351,21 +352,7 @@ CollectiveMode parse_collective_mode(std::string_view text, std::string_view wha
 }
 
 std::string_view to_string(Protocol protocol) {
-  switch (protocol) {
-    case Protocol::none:
-      return "nccl";
-    case Protocol::ll:
-      return "ll";
-    case Protocol::ll128:
-      return "ll128";
-    case Protocol::simple:
-      return "simple";
-    case Protocol::two_shot:
-      return "two_shot";
-    case Protocol::bulk:
-      return "bulk";
-  }
-  return "unknown";
+  return kProtocolNames[static_cast<size_t>(protocol)];
 }
 
 std::string_view to_string(const CollectivePlan& plan) {
