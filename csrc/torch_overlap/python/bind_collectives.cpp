@@ -14,19 +14,6 @@ using Tensors = std::vector<at::Tensor>;
 using MaybeTensor = std::optional<at::Tensor>;
 using MaybeTensors = std::optional<Tensors>;
 
-// Runs an operation without the GIL. Options are built only if there are any: most calls have none.
-template <typename Options, typename Operation>
-WorkPtr run(std::string_view op, const py::handle& async_op, const py::handle& hints,
-            const py::handle& timeout, const py::handle& options, const Operation& operation) {
-  static const OpOptions kNone;
-  const bool is_async = to_bool(op, "async_op", async_op);
-  if (hints.is_none() && timeout.is_none() && options.is_none()) {
-    return without_gil([&] { return operation(is_async, kNone); });
-  }
-  const OpOptions merged = to_options<Options>(op, hints, timeout, options);
-  return without_gil([&] { return operation(is_async, merged); });
-}
-
 // The keyword takes precedence over the options. to_options() has checked the type of these.
 template <typename Options>
 int to_tag(std::string_view op, const std::optional<int64_t>& tag, const py::handle& options) {
@@ -66,10 +53,10 @@ void def(CommClass& comm, const char* name, WorkPtr (TorchComm::*method)(All...)
                             H async_op, H hints, H timeout, H options) {
                const std::tuple<std::tuple_element_t<I, Types>...> converted{
                    Argument<std::tuple_element_t<I, Types>>::convert(name, arguments)...};
-               return run<Options>(name, async_op, hints, timeout, options,
-                                   [&](bool is_async, const OpOptions& o) {
-                                     return (self.*method)(std::get<I>(converted)..., is_async, o);
-                                   });
+               return run_operation<Options>(
+                   name, async_op, hints, timeout, options, [&](bool is_async, const OpOptions& o) {
+                     return (self.*method)(std::get<I>(converted)..., is_async, o);
+                   });
              });
   }(std::make_index_sequence<sizeof...(All) - 2>());
 }
@@ -95,7 +82,7 @@ void register_collectives(py::module_& module) {
            [](TorchComm& self, const Tensor& tensor, int64_t dst, H async_op, H hints, H timeout,
               H options, const std::optional<int64_t>& tag) {
              const int message_tag = to_tag<SendOptions>("send", tag, options);
-             return run<SendOptions>(
+             return run_operation<SendOptions>(
                  "send", async_op, hints, timeout, options, [&](bool is_async, const OpOptions& o) {
                    return self.send(tensor, to_int("send", "dst", dst), is_async, o, message_tag);
                  });
@@ -104,7 +91,7 @@ void register_collectives(py::module_& module) {
            [](TorchComm& self, const Tensor& tensor, int64_t src, H async_op, H hints, H timeout,
               H options, const std::optional<int64_t>& tag) {
              const int message_tag = to_tag<RecvOptions>("recv", tag, options);
-             return run<RecvOptions>(
+             return run_operation<RecvOptions>(
                  "recv", async_op, hints, timeout, options, [&](bool is_async, const OpOptions& o) {
                    return self.recv(tensor, to_int("recv", "src", src), is_async, o, message_tag);
                  });
@@ -112,17 +99,17 @@ void register_collectives(py::module_& module) {
       .def("_gather",
            [](TorchComm& self, const MaybeTensors& outputs, const Tensor& input, int64_t root,
               H async_op, H hints, H timeout, H options) {
-             return run<GatherOptions>("gather", async_op, hints, timeout, options,
-                                       [&](bool is_async, const OpOptions& o) {
-                                         return self.gather(outputs.value_or(Tensors{}), input,
-                                                            to_int("gather", "root", root),
-                                                            is_async, o);
-                                       });
+             return run_operation<GatherOptions>("gather", async_op, hints, timeout, options,
+                                                 [&](bool is_async, const OpOptions& o) {
+                                                   return self.gather(
+                                                       outputs.value_or(Tensors{}), input,
+                                                       to_int("gather", "root", root), is_async, o);
+                                                 });
            })
       .def("_gather_single",
            [](TorchComm& self, const MaybeTensor& output, const Tensor& input, int64_t root,
               H async_op, H hints, H timeout, H options) {
-             return run<GatherSingleOptions>(
+             return run_operation<GatherSingleOptions>(
                  "gather_single", async_op, hints, timeout, options,
                  [&](bool is_async, const OpOptions& o) {
                    return self.gather_single(output.value_or(Tensor{}), input,
@@ -131,7 +118,7 @@ void register_collectives(py::module_& module) {
            })
       .def("_scatter", [](TorchComm& self, const Tensor& output, const MaybeTensors& inputs,
                           int64_t root, H async_op, H hints, H timeout, H options) {
-        return run<ScatterOptions>(
+        return run_operation<ScatterOptions>(
             "scatter", async_op, hints, timeout, options, [&](bool is_async, const OpOptions& o) {
               return self.scatter(output, inputs.value_or(Tensors{}),
                                   to_int("scatter", "root", root), is_async, o);

@@ -18,15 +18,7 @@ struct WindowAttr {
 template <typename Operation>
 WorkPtr run_on_window(std::string_view op, H async_op, H hints, H timeout,
                       const Operation& operation) {
-  static const OpOptions kNone;
-  const bool is_async = to_bool(op, "async_op", async_op);
-  if (hints.is_none() && timeout.is_none()) {
-    return without_gil([&] { return operation(is_async, kNone); });
-  }
-  OpOptions options;
-  if (!hints.is_none()) options.hints = to_hints(op, hints);
-  if (const auto value = to_timeout(op, timeout)) options.timeout = *value;
-  return without_gil([&] { return operation(is_async, options); });
+  return run_operation<OpOptions>(op, async_op, hints, timeout, py::none(), operation);
 }
 
 WorkPtr put(TorchCommWindow& self, const Tensor& tensor, int64_t dst_rank, int64_t offset,

@@ -13,6 +13,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/options.h"
 #include "torch_overlap/comm/reduce_op.h"
+#include "torch_overlap/comm/work.h"
 
 // Conversions between Python and C++ values. Optional arguments are passed as handles and converted
 // only if they are not None, so an operation without them has no overhead.
@@ -124,6 +125,19 @@ OpOptions to_options(std::string_view op, py::handle hints, py::handle timeout,
   }
   if (const auto value = to_timeout(op, timeout)) out.timeout = *value;
   return out;
+}
+
+// Runs an operation without the GIL. Options are built only if there are any: most calls have none.
+template <typename Options, typename Operation>
+WorkPtr run_operation(std::string_view op, py::handle async_op, py::handle hints,
+                      py::handle timeout, py::handle options, const Operation& operation) {
+  static const OpOptions kNone;
+  const bool is_async = to_bool(op, "async_op", async_op);
+  if (hints.is_none() && timeout.is_none() && options.is_none()) {
+    return without_gil([&] { return operation(is_async, kNone); });
+  }
+  const OpOptions merged = to_options<Options>(op, hints, timeout, options);
+  return without_gil([&] { return operation(is_async, merged); });
 }
 
 }  // namespace torch_overlap::python
