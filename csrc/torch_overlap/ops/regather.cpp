@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/ops/rows.h"
 
 namespace torch_overlap::ops {
@@ -30,10 +31,6 @@ struct Regather {
 
 class Regathers {
  public:
-  static Regathers& of_process() {
-    static Regathers* const regathers = new Regathers();  // not destroyed: threads may outlive it
-    return *regathers;
-  }
   void add(Regather regather) {
     std::lock_guard lock(mutex_);
     started_.push_back(std::move(regather));
@@ -51,7 +48,7 @@ class Regathers {
   }
 
  private:
-  std::mutex mutex_;
+  ForkSafeMutex mutex_;
   std::vector<Regather> started_;
 };
 
@@ -61,25 +58,25 @@ void start_regather(const std::shared_ptr<TorchComm>& comm, const at::Tensor& x,
   const auto own = to_rows(x, dim);
   auto rows = at::empty({comm->size() * own.size(0), own.size(1)}, own.options());
   auto work = comm->all_gather_single(rows, own, /*async_op=*/true);
-  Regathers::of_process().add({.comm = comm,
-                               .x = x,
-                               .version = x._version(),
-                               .dim = dim,
-                               .rows = std::move(rows),
-                               .work = std::move(work)});
+  LeakySingleton<Regathers>::get().add({.comm = comm,
+                                        .x = x,
+                                        .version = x._version(),
+                                        .dim = dim,
+                                        .rows = std::move(rows),
+                                        .work = std::move(work)});
 }
 
 std::optional<at::Tensor> take_regathered(const std::shared_ptr<TorchComm>& comm,
                                           const at::Tensor& x, int64_t dim) {
-  auto taken =
-      Regathers::of_process().take([&](const Regather& one) { return one.is_of(comm, x, dim); });
+  auto taken = LeakySingleton<Regathers>::get().take(
+      [&](const Regather& one) { return one.is_of(comm, x, dim); });
   for (const Regather& one : taken) one.work->wait();
   return taken.empty() ? std::nullopt : std::optional(std::move(taken.back().rows));
 }
 
 void drop_regathered(const std::shared_ptr<TorchComm>& comm) {
   const auto dropped =
-      Regathers::of_process().take([&](const Regather& one) { return one.comm == comm; });
+      LeakySingleton<Regathers>::get().take([&](const Regather& one) { return one.comm == comm; });
   for (const Regather& one : dropped) one.work->wait();
 }
 
