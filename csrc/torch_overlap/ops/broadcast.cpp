@@ -8,8 +8,7 @@ namespace {
 // Allocates a contiguous tensor of x's shape, which is the same on all ranks. Serves both operators
 // of this file.
 Tensor rooted_out(std::string_view op, const Tensor& x, int64_t root) {
-  TORCH_OVERLAP_CHECK(root >= 0, kValue, op, ": expected a rank >= 0 for root, got ", root,
-                      ". Ranks do not count from the end.");
+  check_rank(op, "root", root);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 

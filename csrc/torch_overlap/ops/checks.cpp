@@ -59,6 +59,11 @@ void check_group_size(std::string_view op, int64_t group_size) {
                       "; pass comm.get_size()");
 }
 
+void check_rank(std::string_view op, std::string_view what, int64_t rank) {
+  TORCH_OVERLAP_CHECK(rank >= 0, kValue, op, ": expected a rank >= 0 for ", what, ", got ", rank,
+                      ". Ranks do not count from the end.");
+}
+
 void check_size(std::string_view op, std::string_view what, const c10::SymInt& expected,
                 const c10::SymInt& got) {
   TORCH_OVERLAP_CHECK(expected.sym_eq(got).expect_true(__FILE__, __LINE__), kValue, op,

@@ -23,6 +23,8 @@ int64_t wrap_dim(std::string_view op, const at::Tensor& x, int64_t dim, std::str
 // Returns `dim`, the argument `what`, as a non-negative dimension of the rows of x [..., features].
 int64_t check_row_dim(std::string_view op, const at::Tensor& x, int64_t dim, std::string_view what);
 void check_group_size(std::string_view op, int64_t group_size);
+// Checks that `rank`, the argument `what`, is not negative.
+void check_rank(std::string_view op, std::string_view what, int64_t rank);
 // Guards on equality if the sizes are symbolic.
 void check_size(std::string_view op, std::string_view what, const c10::SymInt& expected,
                 const c10::SymInt& got);

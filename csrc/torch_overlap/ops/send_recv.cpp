@@ -7,11 +7,6 @@
 namespace torch_overlap::ops {
 namespace {
 
-void check_peer(std::string_view op, std::string_view what, int64_t peer) {
-  TORCH_OVERLAP_CHECK(peer >= 0, kValue, op, ": expected a rank >= 0 for ", what, ", got ", peer,
-                      ". Ranks do not count from the end.");
-}
-
 void check_no_gradient(std::string_view op, const Tensor& x) {
   TORCH_OVERLAP_CHECK(
       !needs_autograd(x), kUnsupported, op,
@@ -20,7 +15,7 @@ void check_no_gradient(std::string_view op, const Tensor& x) {
 }
 
 void send_kernel(const Tensor& x, int64_t dst, std::string_view comm) {
-  check_peer("send", "dst", dst);
+  check_rank("send", "dst", dst);
   if (x.is_meta()) return;
   find_comm(comm)->send(x.contiguous(), static_cast<int>(dst), /*async_op=*/false);
 }
@@ -33,7 +28,7 @@ void send_autograd(const Tensor& x, int64_t dst, std::string_view comm) {
 
 // Functional form of recv_ for tracing: the result is copied into x.
 Tensor recv_kernel(const Tensor& like, int64_t src, std::string_view comm) {
-  check_peer("recv_", "src", src);
+  check_rank("recv_", "src", src);
   auto out = at::empty_symint(like.sym_sizes(), like.options());
   if (!like.is_meta()) find_comm(comm)->recv(out, static_cast<int>(src), /*async_op=*/false);
   return out;
@@ -41,7 +36,7 @@ Tensor recv_kernel(const Tensor& like, int64_t src, std::string_view comm) {
 
 Tensor& recv_(Tensor& x, int64_t src, std::string_view comm) {
   check_no_gradient("recv_", x);
-  check_peer("recv_", "src", src);
+  check_rank("recv_", "src", src);
   static const auto functional = find_op<decltype(recv_kernel)>("_recv");
   if (can_start_async(x)) check_no_overlap("recv_", x);
   if (!can_start_async(x) || !x.is_contiguous() || x.is_conj() || x.is_neg()) {

@@ -8,14 +8,9 @@
 namespace torch_overlap::ops {
 namespace {
 
-void check_target(std::string_view op, std::string_view what, int64_t peer) {
-  TORCH_OVERLAP_CHECK(peer >= 0, kValue, op, ": expected a rank >= 0 for ", what, ", got ", peer,
-                      ". Ranks do not count from the end.");
-}
-
 void check_put(const Tensor& x, const Tensor& source, int64_t dst, int64_t offset) {
   check_dtype("put", "source", x, source);
-  check_target("put", "dst", dst);
+  check_rank("put", "dst", dst);
   TORCH_OVERLAP_CHECK(offset >= 0, kValue, "put: expected offset >= 0, got ", offset,
                       ". It counts elements from the beginning of the window.");
 }
@@ -48,13 +43,13 @@ void put_kernel(const Tensor& x, const Tensor& source, int64_t dst, int64_t offs
 }
 
 void signal_kernel(const Tensor& x, int64_t dst, std::string_view window) {
-  check_target("signal", "dst", dst);
+  check_rank("signal", "dst", dst);
   if (x.is_meta()) return;
   find_window("signal", x, window)->signal(static_cast<int>(dst), /*async_op=*/false);
 }
 
 void wait_signal_kernel(const Tensor& x, int64_t src, std::string_view window) {
-  check_target("wait_signal", "src", src);
+  check_rank("wait_signal", "src", src);
   if (x.is_meta()) return;
   find_window("wait_signal", x, window)->wait_signal(static_cast<int>(src), /*async_op=*/false);
 }
