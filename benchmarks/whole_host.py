@@ -78,8 +78,8 @@ def measurements(ranks: int, out: Path, tiny: bool) -> list[Run]:
     runs = [Run(f"bench_{kind}", [*bench, *PRODUCTS, *measured, "--set", kind, "--json", f"{results}/{kind}.json"], 900)
             for kind in (["tiny"] if tiny else ["bf16", "fp8", "fp8_rows", "decode"])]  # fmt: skip
     runs += [
-        Run("bench_exchanges", [*bench, "a2a_gemm", "gemm_a2a", *measured, "--set", "tiny" if tiny else "bf16", "--json",
-                                f"{results}/exchanges.json"], 600),
+        Run("bench_exchanges", [*bench, "a2a_gemm", "gemm_a2a", *measured, "--set", "tiny" if tiny else "bf16",
+                                "--json", f"{results}/exchanges.json"], 600),
         Run("bench_collectives", [*bench, *COLLECTIVES, *measured, *shapes, "--json", f"{results}/collectives.json"],
             900),
         Run("bench_limits", [*bench, *COLLECTIVES[:4], *measured, *shapes, *([] if tiny else ["--algorithm",

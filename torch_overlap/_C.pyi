@@ -26,6 +26,7 @@ _mesh: ModuleType  # torch_overlap/mesh/_core.pyi
 _env: ModuleType  # argument-less functions, each reads a variable of base/env.h at the time of the call
 
 def _streams_made() -> int: ...
+def _joined_memory(parts: Sequence[Tensor]) -> Tensor | None: ...
 
 class RedOpType(Enum):
     SUM = 0

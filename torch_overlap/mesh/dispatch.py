@@ -300,7 +300,7 @@ def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     device = operands[0].device.type
     autocast = autocast_of(device)
     with torch.autocast(device, enabled=False):
-        to = None if autocast is None else argument_dtype(func, autocast)
+        to = None if autocast is None else argument_dtype(func, autocast, [operand.dtype for operand in operands])
 
         def cast(value: Any, to: torch.dtype) -> Any:
             if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""Converts to DTensor and back: the same local tensors, with another notation of the layout. Nothing is sent."""
+"""Converts to DTensor and back: the same local tensors, with another notation of the layout."""
 
 from __future__ import annotations
 
@@ -82,9 +82,12 @@ def mesh_of(device_mesh: DeviceMesh, ranks_per_host: int = 0) -> Mesh:
 def to_dtensor(x: Sharded, device_mesh: DeviceMesh) -> DTensor:
     """Returns `x` as a DTensor on a DeviceMesh of the same shape and ranks. Differentiable.
 
-    Replicated and invariant both become Replicate, whose gradient DTensor gives whole to every rank.
+    Replicated and invariant both become Replicate, whose gradient DTensor gives whole to every rank. A value that needs
+    a gradient and is partial by another operation than a sum is reduced: DTensor gives each term the whole gradient.
     """
     _check(x.mesh, device_mesh)
+    if x.requires_grad and set(x.layout.partial.values()) - {"sum"}:
+        x = x._reshard(x.layout.with_partial(None))
     # DTensor's gradients are whole everywhere: the move makes those of a replicated value count once.
     x = x._reshard(with_invariant_rest(x.layout))
     stride = torch.empty(x.shape, device="meta").stride()

@@ -48,7 +48,9 @@ def shard_module(
         logits = model(shard(tokens, mesh, P("dp")))
 
     The module's code is unchanged: reading a parameter gives a Sharded, whose functions insert the communication.
-    `module.parameters()` are the local parts. Optimizers take them, and must be made afterwards.
+    `module.parameters()` are the local parts. Optimizers take them, and must be made afterwards. Those that update
+    element by element (SGD, Adam, AdamW) do what one rank would do. Others (Muon, Adafactor, LBFGS) would take the
+    parts for whole matrices, without an error: do not use them.
 
     Args:
         module: its parameters and buffers are whole, the same on every rank, on the device of the mesh. A parameter
@@ -134,11 +136,7 @@ def _replace_class(owner: nn.Module, specs: dict[str, ValueSpec], *, caches_move
                 stored = self._buffers.get(name)
             return None if stored is None else _as_sharded(self, name, stored)
 
-        def put(self: nn.Module, value: Any) -> None:
-            store: dict[str, Any] = self._parameters if name in self._parameters else self._buffers
-            store[name] = value.local if isinstance(value, Sharded) else value
-
-        return property(get, put)
+        return property(get)
 
     base = type(owner)
     members: dict[str, Any] = {name: reader(name) for name in specs}
@@ -156,6 +154,12 @@ def _replace_class(owner: nn.Module, specs: dict[str, ValueSpec], *, caches_move
     if not members:
         return
     if specs:
+
+        def assign(self: nn.Module, name: str, value: Any) -> None:
+            is_ours = value is not None and name in self.__dict__.get(_SPECS, ())
+            base.__setattr__(self, name, _stored(self, name, value) if is_ours else value)
+
+        members["__setattr__"] = assign
         owner.__dict__[_SPECS] = specs
     kind: Any = type(base)
     owner.__class__ = _kind_of(kind)(base.__name__, (base,), members | {"__module__": base.__module__})
@@ -175,6 +179,32 @@ def _refuse_to_pickle(owner: type) -> NoReturn:
         f"pickle: expected a module that does not lie on a mesh of this process, got a {owner.__name__} that "
         "shard_module changed; save full_state_dict(module), or this rank's module.state_dict()"
     )
+
+
+def _stored(owner: nn.Module, name: str, value: Any) -> Tensor:
+    """Returns this rank's part of a value that is assigned to a parameter or buffer, in the layout of the name. A
+    buffer that gets another shape gets the layout of the value."""
+    spec: ValueSpec = owner.__dict__[_SPECS][name]
+    who = f"{type(owner).__name__}.{name}"
+    if isinstance(value, Sharded):
+        if name in owner._parameters:
+            raise InvalidTypeError(f"{who}: expected an nn.Parameter of this rank's part, got a {value!r}. Use "
+                                   "load_full_state_dict, or .local.copy_() without gradients.")  # fmt: skip
+        if value.mesh is not spec.mesh:
+            raise InvalidValueError(f"{who}: expected a Sharded on {spec.mesh.mesh}, got one on {value.mesh.mesh}. "
+                                    "Use values of the module's mesh.")  # fmt: skip
+        same = value.shape == spec.shape
+        value = value.reshard(spec.layout if same else value.layout.with_partial(None))
+        if not same:
+            owner.__dict__[_SPECS][name] = value.spec
+        local: Tensor = value.local
+        return local
+    if isinstance(value, Tensor) and value.shape != spec.local_shape:
+        raise InvalidValueError(f"{who}: expected a Sharded, or this rank's part of shape {list(spec.local_shape)} "
+                                f"({spec.layout}), got a tensor of shape {list(value.shape)}. Call shard() or "
+                                "from_local().")  # fmt: skip
+    stored: Tensor = value  # the module checks its type
+    return stored
 
 
 def _as_sharded(owner: nn.Module, name: str, stored: Tensor) -> Sharded:

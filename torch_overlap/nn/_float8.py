@@ -8,13 +8,15 @@ With block scales x and y are matrices here, whose rows are in rank order along 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torch_overlap._C import UnsupportedError
 from torch_overlap.nn import _algorithm_checks
 from torch_overlap.nn._float8_gemms import (
     Plan,
@@ -41,6 +43,20 @@ from torch_overlap.ops._arguments import group
 _ops = torch.ops.torch_overlap
 ALGORITHMS = ("auto", "sequential", "pipelined", "p2p", "bulk")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """once_differentiable, which alone takes gradients of gradients as zero where the loss is linear."""
+    once = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise UnsupportedError("backward: expected create_graph=False through a layer with fp8, whose gradients "
+                                   "are of the first order, got True. Use fp8=None.")  # fmt: skip
+        return once(ctx, *grads)
+
+    return checked
 
 
 def column_parallel_linear(
@@ -166,7 +182,7 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(*kept, weight.columns, weight.scale_inv_of_columns)
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Any, ...]:
         plan, (x_dtype, *dtypes) = ctx.plan, ctx.dtypes
         *kept, w_columns, w_scale_inv = ctx.saved_tensors
@@ -243,7 +259,7 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(mine.columns, mine.scale_inv_of_columns, weight.columns, weight.scale_inv_of_columns)
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         plan, (x_dtype, weight_dtype, bias_dtype) = ctx.plan, ctx.dtypes
         *x_columns, w_columns, w_scale_inv = ctx.saved_tensors

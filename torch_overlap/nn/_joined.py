@@ -1,7 +1,7 @@
-"""Parameters of one layer that lie one after the other in memory, so that a product reads them as one.
+"""Parameters of layers that lie one after the other in memory, so that a product reads them as one.
 
 Each stays a parameter with its own name and gradient. Whatever gives a parameter other memory (FSDP2, loading with
-assign=True) only ends the joining: the layer then multiplies by one after the other.
+assign=True) only ends the joining: the layers then multiply by one after the other.
 """
 
 from __future__ import annotations
@@ -11,38 +11,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torch_overlap._C import _joined_memory
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
-def rejoin(parameters: Sequence[nn.Parameter]) -> None:
-    """Moves plain parameters to common memory, unless they are there. They stay the same objects.
+@torch.no_grad()
+def _local(parameter: Tensor) -> Tensor:
+    """Returns the tensor that has the memory of a parameter: of a DTensor, this rank's part."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
-    DTensors stay where they are: torch 2.11 cannot copy one whose local tensor begins inside its storage.
+
+def rejoin(parameters: Sequence[Tensor], mesh: DeviceMesh | None = None) -> None:
+    """Moves parameters to common memory, unless they are there. They stay the same objects.
+
+    Each gets a storage of its own: torch 2.11 cannot copy a DTensor whose local tensor begins inside its storage. Other
+    parameters than plain ones, or DTensors of `mesh`, stay where they are: FSDP2 has addresses of its own.
     """
-    alike = len({(p.dtype, p.device, p.shape[1:]) for p in parameters}) == 1
-    if len(parameters) < 2 or not alike or any(type(p) is not nn.Parameter for p in parameters):
+    if any(parameter.device_mesh != mesh for parameter in parameters if isinstance(parameter, DTensor)):
         return
-    if not are_joined(parameters):
-        parts = torch.cat([p.detach() for p in parameters]).split([p.size(0) for p in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.data = part
+    parts = [_local(parameter) for parameter in parameters]
+    alike = len({(part.dtype, part.device, part.shape[1:]) for part in parts}) == 1
+    if len(parts) < 2 or not alike or parts[0].is_meta or any(type(part) not in _PLAIN for part in parts):
+        return
+    if not are_joined(parts):
+        places = torch.cat([part.detach() for part in parts]).split([part.size(0) for part in parts])
+        for part, place in zip(parts, places, strict=True):
+            own = _joined_memory([place])
+            if own is not None:  # it has memory
+                part.data = own
 
 
-def are_joined(parts: Sequence[Tensor]) -> bool:
-    """Returns True if the parts lie one after the other in one storage."""
-    first = parts[0]
-    if first.is_meta:
-        return False
-    dtype, tail, end = first.dtype, first.shape[1:], first.storage_offset()
-    try:
-        memory = first.untyped_storage().data_ptr()
-        for part in parts:
-            if (part.untyped_storage().data_ptr() != memory or part.storage_offset() != end or part.dtype != dtype
-                    or part.shape[1:] != tail or not part.is_contiguous()):  # fmt: skip
-                return False
-            end += part.numel()
-    except (NotImplementedError, RuntimeError):  # inside torch.func, whose tensors have no storage
-        return False
-    return True
+def are_joined(parameters: Sequence[Tensor]) -> bool:
+    """Returns True if parameters, plain or DTensors, lie one after the other in memory."""
+    return _joined_memory([_local(parameter) for parameter in parameters]) is not None
 
 
 def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -61,17 +66,14 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return whole
 
 
-_PLAIN = (Tensor, nn.Parameter)
-
-
 class _Join(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*parts: Tensor) -> Tensor:
-        first = parts[0]
-        rows = sum(part.size(0) for part in parts)
-        return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+        whole = _joined_memory(parts)
+        assert whole is not None
+        return whole
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torch_overlap._C import TorchComm
 from torch_overlap.ops._arguments import group
@@ -29,8 +28,8 @@ def vocabulary_parallel_cross_entropy(
     """Computes torch.nn.functional.cross_entropy without gathering the logits.
 
     Sends three numbers per row, and one more with label smoothing: the maxima, then the sums. The gradient of the loss
-    must be the same on every rank, as when all ranks backpropagate from it. Gradients of the first order. The algorithm
-    is that of Shoeybi et al., "Megatron-LM", 2019, section 3.
+    must be the same on every rank, as when all ranks backpropagate from it. The algorithm is that of Shoeybi et al.,
+    "Megatron-LM", 2019, section 3.
 
         head = to.nn.ColumnParallelLinear(4096, 128256, comm, bias=False)
         loss = to.nn.vocabulary_parallel_cross_entropy(head(x), targets, comm)
@@ -99,19 +98,24 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing:
             loss = (1 - smoothing) * loss + smoothing * (log_sum - sums[2] / (x.size(-1) * size))
         ctx.save_for_backward(logits, own, counted, is_own, largest, log_sum)
-        ctx.size, ctx.smoothing = size, smoothing
+        ctx.comm, ctx.size, ctx.smoothing = comm, size, smoothing
         result: Tensor = loss.where(counted, 0)
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         logits, own, counted, is_own, largest, log_sum = ctx.saved_tensors
-        grad = grad.where(counted, 0).unsqueeze(-1)
         # The difference to the largest logit is exact; that to their sum would not be.
-        out = (logits.to(log_sum.dtype) - largest.unsqueeze(-1)).sub_(log_sum.unsqueeze(-1)).exp_()
-        if ctx.smoothing:
-            out -= ctx.smoothing / (out.size(-1) * ctx.size)
-        taken = (is_own.to(out.dtype) * (ctx.smoothing - 1)).unsqueeze(-1)
-        out.scatter_add_(-1, own.where(is_own, 0).unsqueeze(-1), taken)
-        return out.mul_(grad).to(logits.dtype), None, None, None, None, None
+        x = logits.to(log_sum.dtype) - largest.unsqueeze(-1)
+        at, shift = own.where(is_own, 0).unsqueeze(-1), ctx.smoothing / (x.size(-1) * ctx.size)
+        taken = (is_own.to(x.dtype) * (ctx.smoothing - 1)).unsqueeze(-1)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            # Each rank's logits change the sum, and use its gradient and the loss's.
+            grad = _ops._invariant_to_replicated(grad, ctx.comm, ctx.size)
+            log_sum = _ops.all_reduce(x.exp().sum(-1), "sum", ctx.comm, ctx.size).log()
+            out = ((x - log_sum.unsqueeze(-1)).exp() - shift).scatter_add(-1, at, taken)
+            out = out * grad.where(counted, 0).unsqueeze(-1)
+        else:
+            out = x.sub_(log_sum.unsqueeze(-1)).exp_().sub_(shift).scatter_add_(-1, at, taken)
+            out = out.mul_(grad.where(counted, 0).unsqueeze(-1))
+        return out.to(logits.dtype), None, None, None, None, None

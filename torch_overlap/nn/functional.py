@@ -1,7 +1,7 @@
 """Products of layers whose activations are whole on every rank: the two without sequence parallelism.
 
 Convention: a value that is whole on every rank has a gradient that is whole on every rank, as when all ranks compute
-the same loss from it. Gradients of the first order only.
+the same loss from it. Gradients may be differentiated in turn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torch_overlap._C import TorchComm
 from torch_overlap.ops._arguments import group
@@ -62,6 +61,17 @@ def _autocast(t: Tensor | None) -> Tensor | None:
     return t
 
 
+def _of_each_rank(whole: Tensor, comm: tuple[str, int]) -> Tensor:
+    """Returns a value that is whole on every rank, for a product with this rank's part in a backward pass.
+
+    If that product is differentiated (create_graph=True), the gradient of `whole` is the sum of those of all ranks.
+    """
+    if not torch.is_grad_enabled() or not whole.requires_grad or torch.compiler.is_compiling():
+        return whole
+    each: Tensor = _ops._invariant_to_replicated(whole, *comm)
+    return each
+
+
 def _rows(t: Tensor) -> Tensor:
     return t.flatten(0, -2)
 
@@ -87,16 +97,19 @@ class _CopyMatmul(torch.autograd.Function):
         return tuple(_linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = (t.conj() for t in ctx.saved_tensors)
+        x = _of_each_rank(x, ctx.group)
         needs_x_grad, wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[4:]
         count = len(weights)
         x_grad = None
         if needs_x_grad:
             # One product over all columns, so that 16-bit gradients are rounded once.
             grad, weight = (torch.cat(grads, -1), torch.cat(weights)) if count > 1 else (grads[0], weights[0])
-            x_grad = _ops.matmul_all_reduce(grad, weight.t(), None, *ctx.group, "sum", ctx.algorithm)
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+                x_grad = sum_matmul(grad, weight.t(), None, ctx.group, ctx.algorithm)
+            else:
+                x_grad = _ops.matmul_all_reduce(grad, weight.t(), None, *ctx.group, "sum", ctx.algorithm)
         found = [_rows(g).t().mm(_rows(x)) if needed else None for g, needed in zip(grads, wanted[:count], strict=True)]
         found += [_rows(g).sum(0) if needed else None for g, needed in zip(grads, wanted[count:], strict=True)]
         return None, None, None, x_grad, *found
@@ -107,15 +120,17 @@ class _SumMatmul(torch.autograd.Function):
     def forward(
         ctx: Any, comm: str, size: int, algorithm: str, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
+        ctx.group = comm, size
         ctx.save_for_backward(x, weight)
         total: Tensor = _ops.matmul_all_reduce(x, weight, bias, comm, size, "sum", algorithm)
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = (t.conj() for t in ctx.saved_tensors)
         needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[3:]
+        bias_grad = _rows(grad).sum(0) if needs_bias_grad else None
+        grad = _of_each_rank(grad, ctx.group)
         x_grad = grad.matmul(weight) if needs_x_grad else None
         weight_grad = _rows(grad).t().mm(_rows(x)) if needs_weight_grad else None
-        return None, None, None, x_grad, weight_grad, _rows(grad).sum(0) if needs_bias_grad else None
+        return None, None, None, x_grad, weight_grad, bias_grad

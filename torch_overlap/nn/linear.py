@@ -35,7 +35,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     Parameters: `weight` [out_features/n, in_features] and `bias` [out_features/n], with the dtype of x (or under
     autocast); `weight0`, `bias0`, `weight1`, ... if out_features is a list, which share memory and are multiplied as
-    one, except over a mesh and with fp8. They are initialized like nn.Linear, as parts of one full weight: give all
+    one, except with fp8. They are initialized like nn.Linear, as parts of one full weight: give all
     ranks the same seed. Their gradients are complete.
 
     Args:
@@ -133,7 +133,7 @@ class ColumnParallelLinear(ParallelLinear):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for group, moves in zip(self._joinable(), may_move, strict=True):
             if moves:
-                rejoin(group)
+                rejoin(group, self.mesh)
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -143,11 +143,11 @@ class ColumnParallelLinear(ParallelLinear):
     def _joinable(self) -> list[list[nn.Parameter]]:
         """Returns the weights, and the biases if there are any."""
         groups = [[getattr(self, name) for name in names] for names in zip(*self._names, strict=True)]
-        return [group for group in groups if None not in group]
+        return [group for group in groups if all(parameter is not None for parameter in group)]
 
     def _rejoin(self) -> None:
         for group in self._joinable():
-            rejoin(group)
+            rejoin(group, self.mesh)
 
     @property
     def weights(self) -> list[Tensor]:

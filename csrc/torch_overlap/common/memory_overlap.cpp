@@ -1,5 +1,8 @@
 #include "torch_overlap/common/memory_overlap.h"
 
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/autograd/variable.h>
+
 #include <algorithm>
 
 namespace torch_overlap {
@@ -70,6 +73,36 @@ bool memory_overlaps(const at::Tensor& a, const at::Tensor& b) {
   const auto one = memory_range(a);
   const auto other = memory_range(b);
   return one.overlaps(other) && rows_overlap(rows_of(a), rows_of(b));
+}
+
+std::optional<at::Tensor> joined_memory(const std::vector<at::Tensor>& parts) {
+  if (parts.empty() || !parts[0].defined() || parts[0].dim() == 0) return std::nullopt;
+  const at::Tensor& first = parts[0];
+  const MemoryRange begin = memory_range(first);
+  auto sizes = first.sizes().vec();
+  sizes[0] = 0;
+  uintptr_t end = begin.begin;
+  for (const at::Tensor& part : parts) {
+    const MemoryRange range = memory_range(part);
+    if (range.empty() || range.begin != end || !part.is_contiguous() ||
+        part.scalar_type() != first.scalar_type() || part.device() != first.device() ||
+        part.sizes().slice(1) != first.sizes().slice(1)) {
+      return std::nullopt;
+    }
+    end = range.end;
+    sizes[0] += part.size(0);
+  }
+  auto whole = at::for_blob(reinterpret_cast<void*>(begin.begin),
+                            sizes)  // NOLINT(performance-no-int-to-ptr)
+                   .options(first.options())
+                   .target_device(first.device())
+                   .deleter([parts](void*) {})
+                   .make_tensor();
+  if (!whole.is_inference() && !first.is_inference()) {
+    using namespace torch::autograd;
+    impl::set_version_counter(whole, impl::version_counter(first));
+  }
+  return whole;
 }
 
 }  // namespace torch_overlap

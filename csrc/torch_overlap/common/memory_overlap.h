@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
+#include <vector>
 
 #include "torch_overlap/base/export.h"
 
@@ -26,5 +28,10 @@ TORCH_OVERLAP_API MemoryRange memory_range(const at::Tensor& tensor);
 // tensors count as the whole range from their first byte to their last. Memory that is mapped twice
 // is not detected.
 TORCH_OVERLAP_API bool memory_overlaps(const at::Tensor& a, const at::Tensor& b);
+
+// Returns the memory of parts [rows, ...] that lie one after the other as one tensor [all rows,
+// ...] of a storage of its own, which keeps those of the parts; its version is the first part's.
+// Nothing if they lie elsewhere, or have no memory.
+TORCH_OVERLAP_API std::optional<at::Tensor> joined_memory(const std::vector<at::Tensor>& parts);
 
 }  // namespace torch_overlap

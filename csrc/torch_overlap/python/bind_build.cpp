@@ -1,5 +1,8 @@
+#include <pybind11/stl.h>
+
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/build_config.h"
+#include "torch_overlap/common/memory_overlap.h"
 #include "torch_overlap/common/stream_count.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
@@ -41,6 +44,7 @@ void register_build(py::module_& module) {
   env.def("serialization", &Env::serialization);
   env.def("tune_cache", &Env::tune_cache);
   module.def("_streams_made", [] { return num_streams_created().load(); });
+  module.def("_joined_memory", &joined_memory);
 }
 
 }  // namespace torch_overlap::python

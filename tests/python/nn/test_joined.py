@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from llama_cases import start
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import torch_overlap as to
 from torch_overlap import nn as tnn
 from torch_overlap import ops
+from torch_overlap.nn.styles import SharedGather, parallelize
 from torch_overlap.testing import run_ranks
 
 IN, SIZES = 8, (4, 12, 8)
@@ -33,11 +39,10 @@ def full_layers(bias: bool, seed: int) -> list[nn.Linear]:
     return layers
 
 
+@torch.no_grad()
 def are_neighbours(parts: list[Tensor]) -> bool:
-    memory = {part.untyped_storage().data_ptr() for part in parts}
-    offsets = [part.storage_offset() for part in parts]
-    ends = [part.storage_offset() + part.numel() for part in parts]
-    return len(memory) == 1 and offsets[1:] == ends[:-1]
+    local = [part.to_local() if isinstance(part, DTensor) else part for part in parts]
+    return [part.data_ptr() for part in local[1:]] == [part.data_ptr() + part.nbytes for part in local[:-1]]
 
 
 def check_layer(comm: to.TorchComm, layer: tnn.ColumnParallelLinear, linears: list[nn.Linear]) -> None:
@@ -115,6 +120,135 @@ def joined(comm: to.TorchComm, sequence_parallel: bool, bias: bool, seed: int) -
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_weights_of_one_gather_are_joined_and_stay_parameters(sequence_parallel: bool, bias: bool, seed: int) -> None:
     run_ranks(joined, 2, sequence_parallel, bias, seed, backend="local")
+
+
+# --- Over a mesh: the parameters are DTensors ----------------------------------------------------
+
+PROJECTIONS = ("wq", "wk", "wv")
+
+
+class Projections(nn.Module):
+    """Three linears of one input, whose weights have different numbers of rows."""
+
+    def __init__(self, bias: bool, device: str = "cpu") -> None:
+        super().__init__()
+        for name, size in zip(PROJECTIONS, SIZES, strict=True):
+            setattr(self, name, nn.Linear(IN, size, bias=bias, dtype=torch.float64, device=device))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return torch.cat([getattr(self, name)(hidden_states).sin().square().sum(-1, True) for name in PROJECTIONS], -1)
+
+
+def shared(mesh: DeviceMesh, model: nn.Module, sequence_parallel: bool) -> Any:
+    return parallelize(model, mesh, {"": SharedGather(*PROJECTIONS, sequence_parallel=sequence_parallel)})
+
+
+def parameters_of(model: nn.Module, what: str) -> list[Any]:
+    return [getattr(model, name).get_parameter(what) for name in PROJECTIONS]
+
+
+def check_shared(model: nn.Module, whole: nn.Module, sequence_parallel: bool, rank: int, size: int) -> None:
+    """Compares outputs summed over the features, and gradients, with those of the whole model."""
+    (x,) = draws(6, (2, 4, IN))
+    model.zero_grad()
+    whole.zero_grad()
+    mine = (x.chunk(size, 1)[rank] if sequence_parallel else x).clone().requires_grad_()
+    y = model(mine)
+    y.square().sum().backward()
+    other = copy.deepcopy(whole)  # of this rank's features
+    for name in PROJECTIONS:
+        linear = getattr(other, name)
+        for own in linear.parameters():
+            own.data = own.detach().chunk(size)[rank].clone()
+    full = x.clone().requires_grad_()
+    want = other(full)
+    torch.testing.assert_close(y, want)
+    want.square().sum().backward()
+    dist.all_reduce(full.grad)
+    assert full.grad is not None
+    assert mine.grad is not None
+    torch.testing.assert_close(mine.grad, full.grad.chunk(size, 1)[rank] if sequence_parallel else full.grad)
+    for name, parameter in other.named_parameters():
+        grad = model.get_parameter(name).grad
+        assert isinstance(grad, DTensor)
+        torch.testing.assert_close(grad.to_local(), parameter.grad)
+
+
+def joined_shared(rank: int, size: int, store: Any, sequence_parallel: bool, bias: bool, seed: int) -> None:
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole = Projections(bias)
+    kinds = ("weight", "bias") if bias else ("weight",)
+    model = shared(mesh, copy.deepcopy(whole), sequence_parallel)
+    before = [id(p) for p in model.parameters()]
+    for one in (
+        model,
+        copy.deepcopy(model),
+        copy.deepcopy(model).float().double(),
+        copy.deepcopy(copy.deepcopy(model)),
+    ):
+        assert all(are_neighbours(parameters_of(one, kind)) for kind in kinds)
+    check_shared(model, whole, sequence_parallel, rank, size)
+    assert are_neighbours([parameter.grad for parameter in parameters_of(model, "weight")])  # no copy put them there
+    torch.optim.AdamW(model.parameters(), 0.1).step()
+    assert are_neighbours(parameters_of(model, "weight"))
+    model.float().double()
+    assert are_neighbours(parameters_of(model, "weight"))
+    assert [id(p) for p in model.parameters()] == before
+    tnn.load_full_state_dict(model, whole.state_dict())
+    check_shared(model, whole, sequence_parallel, rank, size)
+    state = copy.deepcopy(model.state_dict())
+    assert all(torch.equal(state[name].full_tensor(), value) for name, value in whole.state_dict().items())
+
+    meta = shared(mesh, Projections(bias, "meta"), sequence_parallel).to_empty(device="cpu")
+    assert all(are_neighbours(parameters_of(meta, kind)) for kind in kinds)
+    tnn.load_full_state_dict(meta, whole.state_dict())
+    check_shared(meta, whole, sequence_parallel, rank, size)
+
+    meta.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)  # other memory
+    assert not are_neighbours(parameters_of(meta, "weight"))
+    addresses = [p.to_local().data_ptr() for p in meta.parameters()]
+    meta.to("cpu")  # nothing moves: a captured graph may read it
+    assert [p.to_local().data_ptr() for p in meta.parameters()] == addresses
+    check_shared(meta, whole, sequence_parallel, rank, size)
+
+    y = model(draws(7, (2, 4 // size if sequence_parallel else 4, IN))[0].requires_grad_())
+    with torch.no_grad():
+        model.wk.weight.to_local().add_(1)
+    with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|inplace)"):
+        y.sum().backward()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_linears_that_share_a_gather_are_joined_over_a_mesh(sequence_parallel: bool, bias: bool, seed: int) -> None:
+    run_ranks(joined_shared, 2, sequence_parallel, bias, seed, comm=False)
+
+
+def layer_over_a_mesh(rank: int, size: int, store: Any, seed: int) -> None:
+    mesh = start(rank, size, store)
+    linears = full_layers(True, seed)
+    layer = tnn.ColumnParallelLinear.from_linear(linears, mesh)
+    made = tnn.ColumnParallelLinear(IN, SIZES, mesh)
+    meta = tnn.ColumnParallelLinear(IN, SIZES, mesh, device="meta").to_empty(device="cpu")
+    for one in (layer, made, meta, copy.deepcopy(layer), copy.deepcopy(layer).float().double()):
+        assert are_neighbours(list(one.weights))
+        assert are_neighbours(list(one.biases))
+    (x,) = draws(3, (4, 2, IN))
+    mine = x.chunk(size)[rank].clone().requires_grad_()
+    outputs = layer(mine)
+    grads = draws(4, *((4, 2, features) for features in SIZES))
+    torch.autograd.backward(outputs, [g.chunk(size, -1)[rank] for g in grads])
+    for i, (y, g, linear) in enumerate(zip(outputs, grads, linears, strict=True)):
+        torch.testing.assert_close(y, linear(x).chunk(size, -1)[rank])
+        got = getattr(layer, f"weight{i}").grad.full_tensor()
+        torch.testing.assert_close(got, g.flatten(0, 1).t() @ x.flatten(0, 1))
+        torch.testing.assert_close(getattr(layer, f"bias{i}").grad.full_tensor(), g.sum((0, 1)))
+
+
+def test_a_layer_over_a_mesh_is_joined(seed: int) -> None:
+    run_ranks(layer_over_a_mesh, 2, seed, comm=False)
 
 
 def two_layers(x: Tensor, w1: Tensor, w2: Tensor, comm: to.TorchComm, dim: int, algorithm: str, early: bool) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_overlap.mesh import P, choosing, connect, shard
+from torch_overlap.mesh.autocast import _FLOAT32, _LOWER, _WIDEST
 from torch_overlap.testing import run_ranks
 
 
@@ -94,3 +95,66 @@ def test_a_cast_is_of_what_the_memory_holds():
 
 def test_a_cast_keeps_its_anchor_and_is_made_once(seed):
     run_ranks(check_casts, 2, seed, backend="local")
+
+
+LOW, WIDE = "low", torch.float32
+# name -> (function of 16-bit h [4, 6] and float32 y [4, 6], the dtype that CUDA's lists give)
+CASES = {
+    "linalg.vector_norm": (lambda h, y: torch.linalg.vector_norm(h), WIDE),
+    "linalg.matrix_norm": (lambda h, y: torch.linalg.matrix_norm(h), WIDE),
+    "Tensor.norm": (lambda h, y: h.norm(), WIDE),
+    "special.softmax": (lambda h, y: torch.special.softmax(h, 1), WIDE),
+    "special.log_softmax": (lambda h, y: torch.special.log_softmax(h, 1), WIDE),
+    "special.logsumexp": (lambda h, y: torch.special.logsumexp(h, 1), WIDE),
+    "special.expm1": (lambda h, y: torch.special.expm1(h), WIDE),
+    "interpolate": (lambda h, y: F.interpolate(h[None], scale_factor=2), WIDE),
+    "margin_ranking_loss": (lambda h, y: F.margin_ranking_loss(h, h, h), WIDE),
+    "poisson_nll_loss": (lambda h, y: F.poisson_nll_loss(h, h), WIDE),
+    "linalg.matmul": (lambda h, y: torch.linalg.matmul(y, y.T), LOW),
+    "linalg.multi_dot": (lambda h, y: torch.linalg.multi_dot([y, y.T, y]), LOW),
+    "linalg.vecdot": (lambda h, y: torch.linalg.vecdot(y, y), LOW),
+    "addr": (lambda h, y: torch.addr(y, y[:, 0], y[0]), LOW),
+    "tensordot": (lambda h, y: torch.tensordot(h, y.T, 1), WIDE),
+    "tensordot of one dtype": (lambda h, y: torch.tensordot(h, h.T, 1), LOW),
+    "inner": (lambda h, y: torch.inner(h, y), WIDE),
+    "dot": (lambda h, y: torch.dot(h[0], y[0]), WIDE),
+    "addcmul": (lambda h, y: torch.addcmul(y, h, h), WIDE),
+    "sin": (lambda h, y: torch.sin(h), LOW),
+}
+
+
+def check_lists(comm, seed):
+    mesh = connect({"tp": 2}, comm)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(4, 6, generator=generator).sigmoid()
+    for low in (torch.float16, torch.bfloat16):
+        h, y = shard(rows.to(low), mesh, P("tp")), shard(rows.clone(), mesh, P("tp"))
+        for name, (function, dtype) in CASES.items():
+            want = low if dtype == LOW else dtype
+            with torch.autocast("cpu", low):
+                got = function(h, y)
+            assert got.dtype == want, (name, low, got.dtype)
+            torch.testing.assert_close(
+                got.full().double(), function(rows.double(), rows.double()), rtol=3e-2, atol=3e-2
+            )
+    large = shard(torch.full((4, 6), 3e4, dtype=torch.float16), mesh)
+    with torch.autocast("cpu", torch.float16):  # whose squares have no 16-bit value
+        torch.testing.assert_close(torch.linalg.vector_norm(large).full(), torch.tensor(3e4 * 24**0.5))
+    mesh.close()
+
+
+def test_functions_are_cast_whatever_name_they_have(seed):
+    run_ranks(check_lists, 2, seed, backend="local")
+
+
+def test_every_function_of_cudas_lists_is_in_one_of_ours():
+    listed = {name.split("::")[1].split(".")[0]
+              for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+              if name.startswith("aten::")}  # fmt: skip
+    known = _LOWER | _FLOAT32 | _WIDEST
+    other = {"binary_cross_entropy", "conv_tbc", "convolution", "native_layer_norm", "nll_loss2d", "grid_sampler"}
+
+    def is_internal(name):  # called by others, or of recurrent cells
+        return name.startswith(("_", "cudnn", "upsample")) or name.endswith("_cell") or name in other
+
+    assert {name for name in listed if name.removeprefix("linalg_") not in known and not is_internal(name)} == set()

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torch_overlap as to
-from torch_overlap.mesh import Layout, Mesh, Sharded, connect, from_dtensor, mesh_of, shard, to_dtensor
+from torch_overlap.mesh import Layout, Mesh, Sharded, connect, from_dtensor, from_local, mesh_of, shard, to_dtensor
 from torch_overlap.mesh.dtensor import layout_from_placements, placements_of
 from torch_overlap.testing import run_ranks
 
@@ -57,6 +57,26 @@ def check_round_trips(rank, size, store, seed):
     r = shard(x, mesh, Layout.replicated(mesh.mesh, 2)).requires_grad_()  # its gradient is partial
     to_dtensor(r, devices).square().sum().backward()
     torch.testing.assert_close(r.grad.full(), 2 * x)
+
+    for kind in ("sum", "avg", "max", "min", "product"):  # the gradient of each rank's term
+        layout = Layout.parse(mesh.mesh, f"[],[] P{{a:{kind}}} I{{b}}")
+        terms = torch.randn(2, 5, 3, generator=generator, dtype=torch.float64).requires_grad_()
+        reduced = {"sum": terms.sum(0), "avg": terms.mean(0), "max": terms.amax(0), "min": terms.amin(0),
+                   "product": terms.prod(0)}[kind]  # fmt: skip
+        weights = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+        (reduced * weights).sum().backward()
+        own = terms.detach()[rank // 2].clone().requires_grad_()
+        back = to_dtensor(from_local(own, mesh, layout), devices)
+        torch.testing.assert_close(back.full_tensor(), reduced)
+        loss = (back.full_tensor() * weights).sum()
+        if kind in ("sum", "avg"):
+            loss.backward()
+            torch.testing.assert_close(own.grad, terms.grad[rank // 2])
+        else:  # as for the reduction of a Sharded
+            with pytest.raises(RuntimeError, match=f"where a gradient is asked, got '{kind}'"):
+                loss.backward()
+        held = to_dtensor(from_local(own.detach(), mesh, layout), devices)  # needs no gradient
+        assert held.placements == (Partial(kind), Replicate())
 
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
     with pytest.raises(to.InvalidValueError, match=r"expected a DeviceMesh of shape \(2, 2\)"):

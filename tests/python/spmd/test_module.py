@@ -10,7 +10,7 @@ import torch
 from plain_block import LAYOUTS, Block, loss_of
 from torch import Tensor, nn
 
-from torch_overlap import InvalidValueError
+from torch_overlap import InvalidTypeError, InvalidValueError
 from torch_overlap.mesh import (
     P,
     Sharded,
@@ -25,6 +25,7 @@ from torch_overlap.mesh import (
     shard_module,
     sharded_parameters,
 )
+from torch_overlap.mesh.module import named_values
 from torch_overlap.testing import run_ranks
 
 DIM, HIDDEN, HEADS, VOCABULARY, BATCH, SEQUENCE = 16, 32, 4, 24, 4, 8
@@ -232,3 +233,82 @@ def check_copies(comm, seed):
 
 def test_copies_of_modules_and_values(seed):
     run_ranks(check_copies, 2, seed, backend="local")
+
+
+class Average(nn.Module):
+    """A running mean over the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        self.count = self.count + 1
+        return x - self.mean / self.count
+
+
+class Cache(nn.Module):
+    """The rows of all calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(2, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = torch.cat([self.rows, x])
+        return self.rows.cumsum(0)
+
+
+class Rolled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.arange(8, dtype=torch.float64).reshape(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = self.rows.roll(1, 0) + x
+        return self.rows * 1
+
+
+def check_assigned_buffers(comm, seed):
+    mesh = connect({"tp": comm.get_size()}, comm)
+    generator = torch.Generator().manual_seed(seed)
+    for make, layouts in ((Average, [{}, {"mean": P("tp")}]), (Cache, [{}, {"rows": P("tp")}, {"rows": P(None, "tp")}]),
+                          (Rolled, [{}, {"rows": P("tp")}, {"rows": P(None, "tp")}])):  # fmt: skip
+        for own in layouts:
+            for at in (P(), P("tp"), P(None, "tp")):
+                whole, module = make(), shard_module(make(), mesh, own)
+                before = {name: v.layout for name, v in named_values(module, "_buffers").items()}
+                for _ in range(3):
+                    x = torch.randn(2, 4, generator=generator, dtype=torch.float64)
+                    torch.testing.assert_close(module(shard(x, mesh, at)).full(), whole(x))
+                state = full_state_dict(module)
+                assert all(torch.allclose(state[name], value) for name, value in whole.state_dict().items())
+                if make is not Cache:
+                    after = named_values(module, "_buffers")
+                    assert {name: v.layout for name, v in after.items()} == before
+    linear = shard_module(nn.Linear(4, 4, bias=False).double(), mesh, {"weight": P("tp")})
+    size = mesh.mesh.axis("tp").size
+    with pytest.raises(
+        InvalidTypeError, match=r"^Linear.weight: expected an nn.Parameter of this rank's part, got a Sha"
+    ):
+        linear.weight = shard(torch.ones(4, 4).double(), mesh, P("tp"))
+    with pytest.raises(
+        InvalidValueError, match=r"^Linear.weight: expected a Sharded, or this rank's part of shape \[2, 4"
+    ):
+        linear.weight = nn.Parameter(torch.ones(4, 4).double())
+    linear.weight = nn.Parameter(torch.full((4 // size, 4), 2.0).double())
+    torch.testing.assert_close(linear.weight.full(), torch.full((4, 4), 2.0).double())
+    module = shard_module(Rolled(), mesh, {"rows": P("tp")})
+    with pytest.raises(
+        InvalidValueError, match=r"^Rolled.rows: expected a Sharded, or this rank's part of shape \[1, 4\]"
+    ):
+        module.rows = torch.ones(2, 4).double()
+    module.rows = None
+    assert module.rows is None
+    mesh.close()
+
+
+def test_a_buffer_that_forward_assigns_keeps_its_layout(seed):
+    run_ranks(check_assigned_buffers, 2, seed, backend="local")

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_overlap.nn._joined import are_joined, rejoin
 from torch_overlap.nn.layout import comm_of, layout_of
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.nn.styles.base import Style, become, first_tensor, with_first
@@ -90,7 +91,8 @@ class _Gather:
 
     def __init__(self, sequence: SharedSequence, argument: str) -> None:
         self.sequence, self.argument = sequence, argument
-        self.layers: list[ColumnParallelLinear] = []
+        self.layers: list[_SharedColumn] = []
+        self.may_move = True  # may the parameters be moved next to each other?
         self.input: Tensor | None = None
         self.stand_in: Tensor | None = None
         self.outputs: list[Tensor] | None = None
@@ -105,6 +107,26 @@ class _Gather:
             # The module may read shape, dtype and device. NaN makes a result visible that reads the values anyway.
             self.stand_in = x.detach().new_full((), float("nan")).expand(shape)
         return with_first(args, kwargs, self.argument, self.stand_in)
+
+    def groups(self) -> list[list[nn.Parameter]]:
+        """Returns the weights of all linears, and their biases if all have one."""
+        groups = [[getattr(layer, name) for layer in self.layers] for name in ("weight", "bias")]
+        return [group for group in groups if all(parameter is not None for parameter in group)]
+
+    def rejoin(self) -> None:
+        for group in self.groups():
+            rejoin(group, self.layers[0].mesh)
+        self.may_move = not all(are_joined(group) for group in self.groups())
+
+    def rejoin_copy(self) -> None:
+        """Joins the parameters of a copy, of which a part is made: the last one finds all."""
+        layers = vars(self).get("layers", ())
+        if layers and all("_parameters" in vars(layer) for layer in layers):
+            self.rejoin()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.rejoin_copy()
 
     def end(self, *_: object) -> None:
         self.input = self.stand_in = self.outputs = None
@@ -135,6 +157,22 @@ class _SharedColumn(ColumnParallelLinear):
 
     def forward(self, x: Tensor, joined: bool = False) -> Tensor:
         return self.shared.output(self.index, x)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # The linears are moved one after the other: those that were joined are joined again after the last one.
+        shared = self.shared
+        groups = shared.groups()
+        shared.may_move = shared.may_move or all(
+            are_joined(group) or any(parameter.is_meta for parameter in group) for group in groups
+        )
+        super()._apply(fn, recurse)
+        if shared.may_move:
+            shared.rejoin()
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self.shared.rejoin_copy()
 
     def _get_name(self) -> str:
         return "ColumnParallelLinear"
@@ -182,6 +220,7 @@ class SharedGather(Style):
             layer.shared, layer.index = shared, index
             shared.layers.append(become(linear, layer))
             self._remember(linear, comm)
+        shared.rejoin()
         for (_, child), linear in zip(children, linears, strict=True):
             if child is not linear:
                 split_adapters(child, self.src_data_rank)

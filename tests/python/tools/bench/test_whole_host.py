@@ -26,7 +26,8 @@ def test_every_file_of_gpu_tests_runs_by_itself_on_all_ranks(tmp_path: Path) -> 
     done = whole("tests", "--ranks", "8", "--list", out=tmp_path)
     lines = [line for line in done.stdout.splitlines() if "tests/python/gpu/" in line]
     assert {re.search(r"gpu/(\w+\.py)$", line)[1] for line in lines} == files  # type: ignore[index]
-    assert len(lines) == len(files) and all("--nproc_per_node 8" in line for line in lines)
+    assert len(lines) == len(files)
+    assert all("--nproc_per_node 8" in line for line in lines)
 
 
 def test_measurements_of_eight_ranks(tmp_path: Path) -> None:
