@@ -90,7 +90,7 @@ std::optional<Milliseconds> to_timeout(std::string_view op, py::handle timeout) 
   const auto days =
       std::chrono::hours(24) * static_cast<int64_t>(PyDateTime_DELTA_GET_DAYS(timeout.ptr()));
   TORCH_OVERLAP_CHECK(days.count() >= 0, kValue, op, ": expected a timeout >= 0, got ",
-                      describe(timeout));
+                      py::str(timeout).cast<std::string>(), ". Give a longer one.");
   if (days >= kMaxTimeout) return kMaxTimeout;
   const std::chrono::microseconds rest =
       std::chrono::seconds(PyDateTime_DELTA_GET_SECONDS(timeout.ptr())) +
