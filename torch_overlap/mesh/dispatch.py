@@ -339,8 +339,8 @@ def _key(value: Any, operands: list[Sharded]) -> Any:
     if kind is Sharded:
         operands.append(value)
         return value.spec
-    if kind is float:
-        return kind, value, math.copysign(1.0, value)  # 0.0 == -0.0, so the sign is part of the key
+    if isinstance(value, float | complex):  # 0.0 == -0.0, so the signs are part of the key
+        return kind, value, math.copysign(1.0, value.real), math.copysign(1.0, value.imag)
     if isinstance(value, list | tuple):
         return kind, tuple(_key(item, operands) for item in value)
     if isinstance(value, Tensor):

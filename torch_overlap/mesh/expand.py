@@ -151,7 +151,10 @@ def _truth(x: Tensor, dim: Any, keepdim: bool, reduce: Callable[..., Tensor]) ->
     if x.dim() == 0 or x.numel() == 0:
         return NotImplemented
     dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    return reduce((x != 0).to(torch.int32), dims, keepdim).to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
+    dtype = torch.uint8 if x.dtype == torch.uint8 else torch.bool
+    if not dims:  # all elements for maxima, none for these
+        return (x != 0).to(dtype)
+    return reduce((x != 0).to(torch.int32), dims, keepdim).to(dtype)
 
 
 def _full(size: Any, value: Any, x: Tensor, dtype: Any) -> Tensor:

@@ -171,6 +171,21 @@ class Sharded:
         return self.spec.device
 
     @property
+    def is_cuda(self) -> bool:
+        """True if this rank's part is on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def is_cpu(self) -> bool:
+        """True if this rank's part is on a CPU."""
+        return self.device.type == "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole value."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.spec.shape)
@@ -487,7 +502,7 @@ class Sharded:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(Tensor, name, None)
-        is_view = name in ("T", "mT", "H", "mH")  # other attributes would be those of a tensor without data
+        is_view = name in ("T", "mT", "H", "mH", "real", "imag")  # others would be those of a tensor without data
         if attribute is None or name.startswith("__") or not (callable(attribute) or is_view):
             raise AttributeError(f"'Sharded' object has no attribute '{name}'; .local has those of this rank's part")
         if not callable(attribute):
@@ -515,6 +530,8 @@ def _method(function: Callable[..., Any], name: str) -> Any:
 
 for _name, _refused in UNSUPPORTED_METHODS.items():
     setattr(Sharded, _name, _refused)
+for _name in ("is_nested", "is_sparse", "is_sparse_csr", "is_mkldnn", "is_quantized", "is_meta"):
+    setattr(Sharded, _name, False)
 
 _OPERATORS = """
     add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs

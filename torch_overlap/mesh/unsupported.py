@@ -28,9 +28,11 @@ _CHANGES = (
     ".local"
 )
 
+_VALUES = "expected values of a Sharded, got those of every rank; call shard(torch.tensor(values), mesh)"
+
 UNSUPPORTED_METHODS = {name: _unsupported_error(name, _MEMORY) for name in _OF_MEMORY.split()} | {
     f"__{name}__": _unsupported_error(name, _CHANGES) for name in _IN_PLACE.split()
-}
+} | {"new_tensor": _unsupported_error("new_tensor", _VALUES)}  # fmt: skip
 
 _STRIDED = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
 

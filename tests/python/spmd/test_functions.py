@@ -2,13 +2,15 @@
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from spmd_ranks import MESHES, P, on_mesh
+from torch import nn
 
 from torch_overlap import UnsupportedError
-from torch_overlap.mesh import CostModel, Layout, assume_partial, capture, from_local, shard
+from torch_overlap.mesh import CostModel, Layout, assume_partial, capture, from_local, shard, shard_module
 from torch_overlap.testing import torch_is_before
 
 
@@ -238,6 +240,75 @@ def test_a_result_of_another_shape_than_torch_says_raises(seed):
                 x.norm(dim=-1)
 
     on_mesh("x=1", body, seed)  # one thread: the patch is global
+
+
+# name -> (function of x [3, 4] and an empty list of dimensions)
+NO_DIMENSIONS = {
+    "any": torch.any,
+    "all": torch.all,
+    "any keepdim": lambda x, dims: x.any(dims, keepdim=True),
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "amax": torch.amax,
+    "amin": torch.amin,
+    "count_nonzero": torch.count_nonzero,
+    "var": lambda x, dims: x.var(dims),
+    "std": lambda x, dims: x.std(dims),
+    "norm": lambda x, dims: torch.linalg.vector_norm(x, dim=dims),
+    "squeeze": torch.squeeze,
+    "flip": torch.flip,
+}
+
+
+@pytest.mark.parametrize("name", NO_DIMENSIONS)
+def test_an_empty_list_of_dimensions(name, seed):
+    """All dimensions for some functions, none for others."""
+
+    def body(r):
+        x = r.randn(3, 4) * r.randn(3, 4).gt(0)
+        for layout in ("[],[]", "[x],[]", "[],[x]"):
+            for dims in ((), []):
+                got, want = NO_DIMENSIONS[name](r.place(x, layout), dims), NO_DIMENSIONS[name](x, dims)
+                assert got.dtype == want.dtype
+                torch.testing.assert_close(got.full(), want)
+
+    on_mesh("x=2", body, seed)
+
+
+@pytest.mark.parametrize("kind", [float, np.float64, complex])
+def test_the_sign_of_a_zero_among_the_arguments(kind, seed):
+    """Arguments that are equal, and are not the same."""
+
+    def body(r):
+        x = shard(r.randn(4, 3), r.mesh)
+        dtype = torch.complex128 if kind is complex else torch.float64
+        for zero in (0.0, -0.0, 0.0):
+            value = complex(-1, zero) if kind is complex else kind(zero)
+            got = torch.full_like(x, value, dtype=dtype).full()
+            assert torch.equal((got.imag if kind is complex else got).signbit(), torch.full((4, 3), str(zero) == "-0.0"))
+
+    on_mesh("x=2", body, seed)
+
+
+def test_attributes_that_code_of_models_reads(seed):
+    def body(r):
+        x = shard(r.randn(4, 3), r.mesh, P("x"))
+        assert not any((x.is_nested, x.is_sparse, x.is_quantized, x.is_meta, x.is_cuda))
+        assert x.is_cpu
+        assert x.nbytes == 4 * 3 * 8
+        both = x + 2j * x
+        torch.testing.assert_close((both.real + both.imag).full(), 3 * x.full())
+        with pytest.raises(UnsupportedError, match=r"^new_tensor: expected values of a Sharded, got those of every rank"):
+            x.new_tensor([1.0])
+        attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
+        for parameter in attention.parameters():
+            parameter.data = r.randn(*parameter.shape)
+        y = r.randn(2, 3, 4)
+        want = attention(y, y, y)[0].detach()
+        rows = shard(y, r.mesh, P("x"))
+        torch.testing.assert_close(shard_module(attention, r.mesh, {})(rows, rows, rows)[0].full().detach(), want)
+
+    on_mesh("x=2", body, seed)
 
 
 def test_maximum_of_a_pending_sum(seed):
