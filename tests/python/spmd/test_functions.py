@@ -285,7 +285,9 @@ def test_the_sign_of_a_zero_among_the_arguments(kind, seed):
         for zero in (0.0, -0.0, 0.0):
             value = complex(-1, zero) if kind is complex else kind(zero)
             got = torch.full_like(x, value, dtype=dtype).full()
-            assert torch.equal((got.imag if kind is complex else got).signbit(), torch.full((4, 3), str(zero) == "-0.0"))
+            assert torch.equal(
+                (got.imag if kind is complex else got).signbit(), torch.full((4, 3), str(zero) == "-0.0")
+            )
 
     on_mesh("x=2", body, seed)
 
@@ -298,7 +300,9 @@ def test_attributes_that_code_of_models_reads(seed):
         assert x.nbytes == 4 * 3 * 8
         both = x + 2j * x
         torch.testing.assert_close((both.real + both.imag).full(), 3 * x.full())
-        with pytest.raises(UnsupportedError, match=r"^new_tensor: expected values of a Sharded, got those of every rank"):
+        with pytest.raises(
+            UnsupportedError, match=r"^new_tensor: expected values of a Sharded, got those of every rank"
+        ):
             x.new_tensor([1.0])
         attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
         for parameter in attention.parameters():
