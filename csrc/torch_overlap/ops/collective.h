@@ -34,6 +34,9 @@ Tensor async_kernel(const Op& call) {
   return start_async(call);
 }
 
+template <typename Op>
+constexpr auto kAsyncKernel = &Operator<Op>::template unpacked<async_kernel<Op>>;
+
 // Defines the operator and its gradient.
 #define TORCH_OVERLAP_COLLECTIVE(Op)                \
   TORCH_OVERLAP_OPERATOR(Op, collective_kernel<Op>) \
@@ -41,6 +44,6 @@ Tensor async_kernel(const Op& call) {
 // Defines the `_async` form `name`, which is composed of other operators.
 #define TORCH_OVERLAP_ASYNC(name, Op)        \
   TORCH_OVERLAP_SCHEMAS(schema_of<Op>(name)) \
-  TORCH_OVERLAP_COMPOSITE(name, &Operator<Op>::unpacked<async_kernel<Op>>)
+  TORCH_OVERLAP_COMPOSITE(name, kAsyncKernel<Op>)
 
 }  // namespace torch_overlap::ops

@@ -40,6 +40,10 @@ struct ParameterType<std::optional<Tensor>> {
   using type = const std::optional<Tensor>&;
 };
 template <>
+struct ParameterType<OptionalScalar> {
+  using type = const OptionalScalar&;
+};
+template <>
 struct ParameterType<std::vector<Tensor>> {
   using type = at::TensorList;
 };

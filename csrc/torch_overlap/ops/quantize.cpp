@@ -103,7 +103,8 @@ TORCH_OVERLAP_SCHEMAS(
     " bool swizzled=False, bool power_of_two=False) -> (Tensor data, Tensor scale_inv,"
     " Tensor columnwise_data, Tensor columnwise_scale_inv)",
     "quantize_delayed(Tensor x, Tensor scale, ScalarType? dtype=None, bool columnwise=False)"
-    " -> (Tensor data, Tensor scale_inv, Tensor columnwise_data, Tensor amax)",
+    " -> (Tensor data, Tensor scale_inv, Tensor columnwise_data, Tensor amax)")
+TORCH_OVERLAP_SCHEMAS(
     "update_scale_(Tensor(a!) amax_history, Tensor(b!) scale, ScalarType? dtype=None,"
     " int margin=0, str amax_compute=\"max\") -> ()",
     "dequantize(Tensor data, Tensor scale_inv, int scaling_mode, ScalarType? dtype=None,"

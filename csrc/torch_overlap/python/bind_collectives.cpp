@@ -29,7 +29,7 @@ using CommClass = py::class_<TorchComm, std::shared_ptr<TorchComm>>;
 template <typename T>
 struct Argument {
   using Type = T;
-  static T convert(const char* /*op*/, T value) { return value; }
+  static T convert(const char* /*op*/, T value) { return static_cast<T>(value); }
 };
 template <>
 struct Argument<int> {

@@ -33,7 +33,7 @@ py::object deepcopy_as_self(const py::object& self, const py::dict& memo) {
 
 std::string type_name(py::handle type) {
   const std::string module = py::str(type.attr("__module__"));
-  const std::string name = py::str(type.attr("__qualname__"));
+  std::string name = py::str(type.attr("__qualname__"));
   if (module == "builtins") return name;
   return concat(module == "torch_overlap._C" ? "torch_overlap" : module, ".", name);
 }
@@ -44,7 +44,7 @@ std::string describe(py::handle value) {
   if (PyType_Check(value.ptr())) return concat("the class ", type_name(value));
   const bool is_plain =
       PyLong_Check(value.ptr()) || PyFloat_Check(value.ptr()) || PyUnicode_Check(value.ptr());
-  const std::string type = type_name(py::type::handle_of(value));
+  std::string type = type_name(py::type::handle_of(value));
   if (!is_plain) return type;
   std::string text = py::repr(value);
   if (text.size() > kMaxLength) text = text.substr(0, kMaxLength) + "...";
