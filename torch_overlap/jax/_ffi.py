@@ -1,8 +1,9 @@
-"""Calls of handlers in traced programs, and their behaviour under vmap."""
+"""Calls of handlers in traced programs, their gradients, and their behaviour under vmap."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,6 +75,31 @@ def ffi_call(
     out = function(*operands, **converted)
     axes = tuple(sorted(set().union(*map(_varying_axes, operands))))
     return jax.tree.map(lambda one: jax.lax.pcast(one, axes, to="varying"), out) if axes else out
+
+
+def differentiable(backward: Callable[..., tuple[Any, ...]], num_saved: int = 0) -> Callable[..., Any]:
+    """Returns a decorator for a function of operands and static arguments, of which the first is named `axis`.
+
+    `backward` gets the first `num_saved` operands, the gradient of the result and the static arguments, and returns the
+    gradients of the operands.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        names = list(inspect.signature(function).parameters)
+        num_operands = names.index("axis")
+        decorated: Any = jax.custom_vjp(function, nondiff_argnums=tuple(range(num_operands, len(names))))
+
+        def forward(*arguments: Any) -> tuple[Any, Any]:
+            return decorated(*arguments), arguments[:num_saved]
+
+        def run_backward(*arguments: Any) -> tuple[Any, ...]:
+            *static, saved, grad = arguments
+            return backward(*saved, grad, *static)
+
+        decorated.defvjp(forward, run_backward)
+        return decorated
+
+    return decorate
 
 
 def with_batches(op: str, function: Callable[..., Any], num_operands: int, *dims: int) -> Callable[..., Any]:

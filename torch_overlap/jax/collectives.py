@@ -5,16 +5,23 @@ Gradients are those of jax.lax in shard_map with check_vma=False: the transposed
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_overlap.jax._ffi import Array, check_shared, checked_dim, ffi_call, result, varying, with_batches
+from torch_overlap.jax._ffi import (
+    Array,
+    check_shared,
+    checked_dim,
+    differentiable,
+    ffi_call,
+    result,
+    varying,
+    with_batches,
+)
 from torch_overlap.jax.axis import Axis, find_axis
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter"]
@@ -99,7 +106,12 @@ def _check_differentiable(name: str, op: str) -> None:
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _all_reduce_backward(grad: Array, axis: Axis, op: str) -> tuple[Array]:
+    _check_differentiable("all_reduce", op)
+    return (_all_reduce(grad, axis, op),)
+
+
+@differentiable(_all_reduce_backward)
 def _all_reduce(x: Array, axis: Axis, op: str) -> Array:
     def run(x: Array) -> Array:
         return ffi_call("AllReduceHandler", result(x.shape, x.dtype), x, aliases={0: 0}, axis=axis.id, op=op)
@@ -107,19 +119,7 @@ def _all_reduce(x: Array, axis: Axis, op: str) -> Array:
     return with_batches("all_reduce", run, 1)(x)
 
 
-def _all_reduce_forward(x: Array, axis: Axis, op: str) -> tuple[Array, None]:
-    return _all_reduce(x, axis, op), None
-
-
-def _all_reduce_backward(axis: Axis, op: str, _: None, grad: Array) -> tuple[Array]:
-    _check_differentiable("all_reduce", op)
-    return (_all_reduce(grad, axis, op),)
-
-
-_all_reduce.defvjp(_all_reduce_forward, _all_reduce_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@differentiable(lambda grad, axis, dim: (_reduce_scatter(grad, axis, dim, "sum"),))
 def _all_gather(x: Array, axis: Axis, dim: int) -> Array:
     def run(x: Array, dim: int) -> Array:
         shape = list(x.shape)
@@ -129,15 +129,13 @@ def _all_gather(x: Array, axis: Axis, dim: int) -> Array:
     return with_batches("all_gather", run, 1, dim)(x)
 
 
-def _all_gather_forward(x: Array, axis: Axis, dim: int) -> tuple[Array, None]:
-    return _all_gather(x, axis, dim), None
+def _reduce_scatter_backward(grad: Array, axis: Axis, dim: int, op: str) -> tuple[Array]:
+    _check_differentiable("reduce_scatter", op)
+    gathered = _all_gather(grad, axis, dim)
+    return (gathered / axis.size if op == "avg" else gathered,)
 
 
-def _all_gather_backward(axis: Axis, dim: int, _: None, grad: Array) -> tuple[Array]:
-    return (_reduce_scatter(grad, axis, dim, "sum"),)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@differentiable(_reduce_scatter_backward)
 def _reduce_scatter(x: Array, axis: Axis, dim: int, op: str) -> Array:
     def run(x: Array, dim: int) -> Array:
         shape = list(x.shape)
@@ -147,21 +145,7 @@ def _reduce_scatter(x: Array, axis: Axis, dim: int, op: str) -> Array:
     return with_batches("reduce_scatter", run, 1, dim)(x)
 
 
-def _reduce_scatter_forward(x: Array, axis: Axis, dim: int, op: str) -> tuple[Array, None]:
-    return _reduce_scatter(x, axis, dim, op), None
-
-
-def _reduce_scatter_backward(axis: Axis, dim: int, op: str, _: None, grad: Array) -> tuple[Array]:
-    _check_differentiable("reduce_scatter", op)
-    gathered = _all_gather(grad, axis, dim)
-    return (gathered / axis.size if op == "avg" else gathered,)
-
-
-_all_gather.defvjp(_all_gather_forward, _all_gather_backward)
-_reduce_scatter.defvjp(_reduce_scatter_forward, _reduce_scatter_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@differentiable(lambda grad, axis, split_dim, concat_dim: (_all_to_all(grad, axis, concat_dim, split_dim),))
 def _all_to_all(x: Array, axis: Axis, split_dim: int, concat_dim: int) -> Array:
     def run(x: Array, split_dim: int, concat_dim: int) -> Array:
         shape = list(x.shape)
@@ -173,18 +157,8 @@ def _all_to_all(x: Array, axis: Axis, split_dim: int, concat_dim: int) -> Array:
     return with_batches("all_to_all", run, 1, split_dim, concat_dim)(x)
 
 
-def _all_to_all_forward(x: Array, axis: Axis, split_dim: int, concat_dim: int) -> tuple[Array, None]:
-    return _all_to_all(x, axis, split_dim, concat_dim), None
-
-
-def _all_to_all_backward(axis: Axis, split_dim: int, concat_dim: int, _: None, grad: Array) -> tuple[Array]:
-    return (_all_to_all(grad, axis, concat_dim, split_dim),)
-
-
-_all_to_all.defvjp(_all_to_all_forward, _all_to_all_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+# The sum to the root: the others keep zeros. A permutation of the root's sum to itself says who is the root.
+@differentiable(lambda grad, axis, root: (_permute(_all_reduce(grad, axis, "sum"), axis, ((root, root),)),))
 def _broadcast(x: Array, axis: Axis, root: int) -> Array:
     def run(x: Array) -> Array:
         return ffi_call("BroadcastHandler", result(x.shape, x.dtype), x, aliases={0: 0}, axis=axis.id, root=root)
@@ -192,33 +166,10 @@ def _broadcast(x: Array, axis: Axis, root: int) -> Array:
     return with_batches("broadcast", run, 1)(x)
 
 
-def _broadcast_forward(x: Array, axis: Axis, root: int) -> tuple[Array, None]:
-    return _broadcast(x, axis, root), None
-
-
-def _broadcast_backward(axis: Axis, root: int, _: None, grad: Array) -> tuple[Array]:
-    # The sum to the root: the others keep zeros. A permutation of the root's sum to itself says who is the root.
-    return (_permute(_all_reduce(grad, axis, "sum"), axis, ((root, root),)),)
-
-
-_broadcast.defvjp(_broadcast_forward, _broadcast_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@differentiable(lambda grad, axis, pairs: (_permute(grad, axis, tuple((target, source) for source, target in pairs)),))
 def _permute(x: Array, axis: Axis, pairs: tuple[tuple[int, int], ...]) -> Array:
     def run(x: Array) -> Any:
         flat = np.array(pairs, np.int64).reshape(-1)
         return ffi_call("PermuteHandler", result(x.shape, x.dtype), x, axis=axis.id, pairs=flat)
 
     return with_batches("permute", run, 1)(x)
-
-
-def _permute_forward(x: Array, axis: Axis, pairs: tuple[tuple[int, int], ...]) -> tuple[Array, None]:
-    return _permute(x, axis, pairs), None
-
-
-def _permute_backward(axis: Axis, pairs: tuple[tuple[int, int], ...], _: None, grad: Array) -> tuple[Array]:
-    return (_permute(grad, axis, tuple((target, source) for source, target in pairs)),)
-
-
-_permute.defvjp(_permute_forward, _permute_backward)

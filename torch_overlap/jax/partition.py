@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from torch_overlap.jax._ffi import Array, check_shared, size_in_shard_map
+from torch_overlap.jax._ffi import Array, check_shared, differentiable, size_in_shard_map
 from torch_overlap.jax.axis import Axis, check_mesh, find_axis
 from torch_overlap.jax.products import ALGORITHMS, gather_product, product_scatter
 
@@ -76,7 +76,7 @@ def _product(op: str, x: Array, w: Array, axis: Axis | str, algorithm: str) -> A
     check_shared(op, "rows of x", x.shape[0], found.size)
     is_column = op == "column_parallel"
     check_shared(op, "columns of w" if is_column else "rows of w", w.shape[1 if is_column else 0], found.size)
-    return (_column if is_column else _row)(x, w, found, algorithm)
+    return _split_product(x, w, found, op, algorithm)
 
 
 def _outer_axes(spec: Any, axis: str) -> tuple[str, ...]:
@@ -127,34 +127,12 @@ def _partitioned(op: str, axis: Axis, algorithm: str) -> Callable[[Array, Array]
     return functools.partial(product)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _column(x: Array, w: Array, axis: Axis, algorithm: str) -> Array:
-    return _partitioned("column_parallel", axis, algorithm)(x, w)
+def _backward(x: Array, w: Array, grad: Array, axis: Axis, op: str, algorithm: str) -> tuple[Array, Array]:
+    """Returns the gradient of x, by the other product, and that of w, which is left to the partitioner."""
+    other = "row_parallel" if op == "column_parallel" else "column_parallel"
+    return _split_product(grad, w.T, axis, other, algorithm), x.T @ grad
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _row(x: Array, w: Array, axis: Axis, algorithm: str) -> Array:
-    return _partitioned("row_parallel", axis, algorithm)(x, w)
-
-
-def _column_forward(x: Array, w: Array, axis: Axis, algorithm: str) -> tuple[Array, Any]:
-    return _column(x, w, axis, algorithm), (x, w)
-
-
-def _row_forward(x: Array, w: Array, axis: Axis, algorithm: str) -> tuple[Array, Any]:
-    return _row(x, w, axis, algorithm), (x, w)
-
-
-# The gradient of x is the other product. That of w is left to the partitioner.
-def _column_backward(axis: Axis, algorithm: str, saved: Any, grad: Array) -> tuple[Array, Array]:
-    x, w = saved
-    return _row(grad, w.T, axis, algorithm), x.T @ grad
-
-
-def _row_backward(axis: Axis, algorithm: str, saved: Any, grad: Array) -> tuple[Array, Array]:
-    x, w = saved
-    return _column(grad, w.T, axis, algorithm), x.T @ grad
-
-
-_column.defvjp(_column_forward, _column_backward)
-_row.defvjp(_row_forward, _row_backward)
+@differentiable(_backward, num_saved=2)
+def _split_product(x: Array, w: Array, axis: Axis, op: str, algorithm: str) -> Array:
+    return _partitioned(op, axis, algorithm)(x, w)

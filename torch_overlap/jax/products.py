@@ -12,7 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torch_overlap.jax._ffi import Array, check_shared, checked_dim, ffi_call, none, result, varying, with_batches
+from torch_overlap.jax._ffi import (
+    Array,
+    check_shared,
+    checked_dim,
+    differentiable,
+    ffi_call,
+    none,
+    result,
+    varying,
+    with_batches,
+)
 from torch_overlap.jax.axis import Axis, find_axis
 from torch_overlap.jax.collectives import all_gather, all_reduce, reduce_scatter
 
@@ -123,11 +133,6 @@ def _bias_grad(bias: Array | None, grad: Array) -> Array | None:
     return None if bias is None else grad.sum(tuple(range(grad.ndim - 1))).astype(bias.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _all_gather_matmul(x: Array, w: Array, bias: Array | None, axis: Axis, dim: int, algorithm: str) -> Array:
-    return _gather_product(x, w, bias, axis, dim, algorithm, gathered=False)[0]
-
-
 def _gather_product(
     x: Array, w: Array, bias: Array | None, axis: Axis, dim: int, algorithm: str, gathered: bool
 ) -> Any:
@@ -143,19 +148,16 @@ def _gather_product(
     return with_batches("all_gather_matmul", run, 3, dim)(x, w, _bias_operand(bias, x))
 
 
-def _all_gather_matmul_forward(
-    x: Array, w: Array, bias: Array | None, axis: Axis, dim: int, algorithm: str
-) -> tuple[Array, Any]:
-    return _all_gather_matmul(x, w, bias, axis, dim, algorithm), (x, w, bias)
-
-
-def _all_gather_matmul_backward(axis: Axis, dim: int, algorithm: str, saved: Any, grad: Array) -> tuple[Any, ...]:
-    x, w, bias = saved
+def _all_gather_matmul_backward(
+    x: Array, w: Array, bias: Array | None, grad: Array, axis: Axis, dim: int, algorithm: str
+) -> tuple[Any, ...]:
     x_grad = _matmul_reduce_scatter(grad, w.T, None, axis, dim, algorithm)
     return x_grad, _rows_times(all_gather(x, axis, dim), grad), _bias_grad(bias, grad)
 
 
-_all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
+@differentiable(_all_gather_matmul_backward, num_saved=3)
+def _all_gather_matmul(x: Array, w: Array, bias: Array | None, axis: Axis, dim: int, algorithm: str) -> Array:
+    return _gather_product(x, w, bias, axis, dim, algorithm, gathered=False)[0]
 
 
 # The product and the gathered x.
@@ -180,7 +182,14 @@ def _product_and_rows_backward(axis: Axis, dim: int, algorithm: str, saved: Any,
 _product_and_rows.defvjp(_product_and_rows_forward, _product_and_rows_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _matmul_reduce_scatter_backward(
+    x: Array, w: Array, bias: Array | None, grad: Array, axis: Axis, dim: int, algorithm: str
+) -> tuple[Any, ...]:
+    x_grad, gathered = _product_and_rows(grad, w.T, axis, dim, algorithm)
+    return x_grad, _rows_times(x, gathered), _bias_grad(bias, grad)
+
+
+@differentiable(_matmul_reduce_scatter_backward, num_saved=3)
 def _matmul_reduce_scatter(x: Array, w: Array, bias: Array | None, axis: Axis, dim: int, algorithm: str) -> Array:
     def run(x: Array, w: Array, bias: Array, dim: int) -> Array:
         shape = [*x.shape[:-1], w.shape[1]]
@@ -199,43 +208,22 @@ def _matmul_reduce_scatter(x: Array, w: Array, bias: Array | None, axis: Axis, d
     return with_batches("matmul_reduce_scatter", run, 3, dim)(x, w, _bias_operand(bias, x))
 
 
-def _matmul_reduce_scatter_forward(
-    x: Array, w: Array, bias: Array | None, axis: Axis, dim: int, algorithm: str
-) -> tuple[Array, Any]:
-    return _matmul_reduce_scatter(x, w, bias, axis, dim, algorithm), (x, w, bias)
-
-
-def _matmul_reduce_scatter_backward(axis: Axis, dim: int, algorithm: str, saved: Any, grad: Array) -> tuple[Any, ...]:
-    x, w, bias = saved
-    x_grad, gathered = _product_and_rows(grad, w.T, axis, dim, algorithm)
-    return x_grad, _rows_times(x, gathered), _bias_grad(bias, grad)
-
-
-_matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
-
-
 # For partition.py: the operands are checked, and this rank's.
 gather_product, product_scatter = _all_gather_matmul, _matmul_reduce_scatter
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _matmul_all_reduce_backward(
+    x: Array, w: Array, bias: Array | None, grad: Array, axis: Axis, algorithm: str
+) -> tuple[Any, ...]:
+    # The gradient of a sum is the sum of the ranks' gradients: that of lax.psum in shard_map with check_vma=False.
+    total = all_reduce(grad, axis)
+    return total @ w.T, _rows_times(x, total), _bias_grad(bias, grad)
+
+
+@differentiable(_matmul_all_reduce_backward, num_saved=3)
 def _matmul_all_reduce(x: Array, w: Array, bias: Array | None, axis: Axis, algorithm: str) -> Array:
     def run(x: Array, w: Array, bias: Array) -> Array:
         shape = (*x.shape[:-1], w.shape[1])
         return ffi_call("MatmulAllReduceHandler", result(shape, x.dtype), x, w, bias, axis=axis.id, algorithm=algorithm)
 
     return with_batches("matmul_all_reduce", run, 3)(x, w, _bias_operand(bias, x))
-
-
-def _matmul_all_reduce_forward(x: Array, w: Array, bias: Array | None, axis: Axis, algorithm: str) -> tuple[Array, Any]:
-    return _matmul_all_reduce(x, w, bias, axis, algorithm), (x, w, bias)
-
-
-def _matmul_all_reduce_backward(axis: Axis, algorithm: str, saved: Any, grad: Array) -> tuple[Any, ...]:
-    x, w, bias = saved
-    # The gradient of a sum is the sum of the ranks' gradients: that of lax.psum in shard_map with check_vma=False.
-    total = all_reduce(grad, axis)
-    return total @ w.T, _rows_times(x, total), _bias_grad(bias, grad)
-
-
-_matmul_all_reduce.defvjp(_matmul_all_reduce_forward, _matmul_all_reduce_backward)
