@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ def expect_algorithm(who: str, algorithm: str, known: Sequence[str]) -> None:
 def require_fused(who: str, op: str, x: Tensor, features: int, comm: TorchComm, algorithm: str) -> None:
     """Raises if `op` of x and weights of `features` rows would run the collective and the product one after the other.
 
-    With one rank there is no communication, and it never raises.
+    `op` may be a scaled operator, whose result has the dtype of x. With one rank there is no communication, and it
+    never raises.
 
     Raises:
         UnsupportedError: with the operator, its shapes and the reason.
@@ -32,24 +34,11 @@ def require_fused(who: str, op: str, x: Tensor, features: int, comm: TorchComm, 
     if group(comm)[1] == 1:
         return
     shape = tuple(x.shape)
-    _raise_if_sequential(who, op, shape, features, *_explain_at_trace(op, shape, x.dtype, features, comm, algorithm))
-
-
-def require_fused_float8(who: str, op: str, x: Tensor, features: int, comm: TorchComm, algorithm: str) -> None:
-    """Like require_fused, for a scaled operator."""
-    if group(comm)[1] == 1:
-        return
-    shape = tuple(x.shape)
-    if algorithm == "bulk":
-        hides = op == "scaled_all_gather_matmul"
+    if algorithm == "bulk" and op.startswith("scaled_"):
         why = "it hides no transfer but those of a column-parallel layer's gradients, under sequence parallelism"
-        taken = algorithm if hides else _SEQUENTIAL
+        taken = algorithm if op == "scaled_all_gather_matmul" else _SEQUENTIAL
     else:
-        taken, why = _explain_scaled_at_trace(op, shape, x.dtype, features, comm, algorithm)
-    _raise_if_sequential(who, op, shape, features, taken, why)
-
-
-def _raise_if_sequential(who: str, op: str, shape: Sequence[int], features: int, taken: str, why: str) -> None:
+        taken, why = _explain_at_trace(op, shape, x.dtype, features, comm, algorithm)
     if taken == _SEQUENTIAL:
         raise UnsupportedError(
             f"{who}: expected an overlapped {op} (require_fused=True), got '{_SEQUENTIAL}' for operands "
@@ -62,19 +51,13 @@ def _raise_if_sequential(who: str, op: str, shape: Sequence[int], features: int,
 def _explain_at_trace(
     op: str, shape: Sequence[int], dtype: torch.dtype, features: int, comm: TorchComm, algorithm: str
 ) -> tuple[str, str]:
-    x = torch.empty(shape, dtype=dtype, device="meta")
-    weight = torch.empty(features, shape[-1], dtype=dtype, device="meta")
-    found = explain(op, x, [weight] if op == "all_gather_matmul" else weight, comm, algorithm=algorithm)
-    return found.algorithm, found.why
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _explain_scaled_at_trace(
-    op: str, shape: Sequence[int], out_dtype: torch.dtype, features: int, comm: TorchComm, algorithm: str
-) -> tuple[str, str]:
-    x = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
-    weight = torch.empty(features, shape[-1], dtype=torch.float8_e4m3fn, device="meta")
-    scale = torch.empty(1, device="meta")
-    others = ([weight], [scale]) if op == "scaled_all_gather_matmul" else (weight, scale)
-    found = explain(op, x, scale, *others, comm, out_dtype=out_dtype, algorithm=algorithm)
+    is_scaled = op.startswith("scaled_")
+    stored = torch.float8_e4m3fn if is_scaled else dtype
+    operands: list[Any] = [torch.empty(size, dtype=stored, device="meta") for size in (shape, (features, shape[-1]))]
+    if is_scaled:
+        operands = [part for operand in operands for part in (operand, torch.empty(1, device="meta"))]
+    if op.endswith("all_gather_matmul"):
+        operands = [operand if i < len(operands) // 2 else [operand] for i, operand in enumerate(operands)]
+    options = {"out_dtype": dtype} if is_scaled else {}
+    found = explain(op, *operands, comm, algorithm=algorithm, **options)
     return found.algorithm, found.why

@@ -50,7 +50,7 @@ class ParallelLinear(nn.Module):
     def __init__(self, comm: TorchComm | DeviceMesh, *, sequence_parallel: bool, algorithm: str, require_fused: bool,
                  init: Init | None, fp8: Float8Recipe | None, gradient_accumulation_fusion: bool) -> None:  # fmt: skip
         super().__init__()
-        name: str = self._get_name()  # type: ignore[no-untyped-call]
+        name = self._get_name()
         self.comm, self.mesh = ranks_of(name, comm)
         if fp8 is not None and not isinstance(fp8, Float8Recipe):
             raise TypeError(f"{name}: expected fp8 as a Float8Recipe, got {fp8!r} ({type(fp8).__name__}); write "
@@ -61,6 +61,9 @@ class ParallelLinear(nn.Module):
         self.init, self.fp8 = init, fp8
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
 
+    def _get_name(self) -> str:
+        return type(self).__name__
+
     def _with_main_grads(
         self, x: Tensor, names: Sequence[str], weights: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -70,7 +73,7 @@ class ParallelLinear(nn.Module):
         parameters = [getattr(self, name) for name in names]
         if not any(parameter.requires_grad for parameter in parameters):
             return weights, []
-        name: str = self._get_name()  # type: ignore[no-untyped-call]
+        name = self._get_name()
         buffers = [main_grad_of(name, parameter) if parameter.requires_grad else None for parameter in parameters]
         wrapped = [weight if buffer is None else with_main_grad(parameter, weight, buffer)
                    for parameter, weight, buffer in zip(parameters, weights, buffers, strict=True)]  # fmt: skip
@@ -86,14 +89,13 @@ class ParallelLinear(nn.Module):
         for out_features, in_features in (w.shape for w in weights):
             for what, value in (("in_features", in_features), ("out_features", out_features)):
                 if value % self.fp8.alignment != 0:
-                    name: str = self._get_name()  # type: ignore[no-untyped-call]
-                    raise ValueError(f"{name}: expected {what} of a rank divisible by {self.fp8.alignment} with "
-                                     f"{self.fp8.scaling if self.fp8.block else 'fp8'}, got {value}; pad it, or "
-                                     "use fp8=None")  # fmt: skip
+                    raise ValueError(f"{self._get_name()}: expected {what} of a rank divisible by "
+                                     f"{self.fp8.alignment} with {self.fp8.scaling if self.fp8.block else 'fp8'}, got "
+                                     f"{value}; pad it, or use fp8=None")  # fmt: skip
 
     def _expect_features(self, x: Tensor, weights: Sequence[Tensor]) -> None:
         """Raises ValueError, naming the layer, if x has no rows or a weight is not [out, in] with its features."""
-        name: str = self._get_name()  # type: ignore[no-untyped-call]
+        name = self._get_name()
         if x.dim() < 2:
             raise ValueError(f"{name}: expected x of two or more dimensions, got shape {list(x.shape)}. "
                              "Use x.unsqueeze(0).")  # fmt: skip
@@ -110,14 +112,10 @@ class ParallelLinear(nn.Module):
 
     def _require_fused(self, op: str, x: Tensor, features: int) -> None:
         if self.require_fused:
-            name: str = self._get_name()  # type: ignore[no-untyped-call]
-            _algorithm_checks.require_fused(name, op, x, features, self.comm, self.algorithm)
+            _algorithm_checks.require_fused(self._get_name(), op, x, features, self.comm, self.algorithm)
 
     def _require_fused_float8(self, op: str, x: Tensor, features: int) -> None:
-        if self.require_fused:
-            name: str = self._get_name()  # type: ignore[no-untyped-call]
-            op = op if self.sequence_parallel else "scaled_matmul_all_reduce"
-            _algorithm_checks.require_fused_float8(name, op, x, features, self.comm, self.algorithm)
+        self._require_fused(op if self.sequence_parallel else "scaled_matmul_all_reduce", x, features)
 
     def _describe(self, **values: object) -> str:
         common = {"ranks": self.comm.get_size(), "sequence_parallel": self.sequence_parallel,
