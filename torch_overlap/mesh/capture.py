@@ -175,13 +175,13 @@ class _Recorder(SchemaCheckMode):
         return self._next - 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self._constants(args), self._constants(kwargs or {})
+        args, kwargs = pytree.tree_map_only(Tensor, self._without_data, (args, kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:
             return args[0]
         func = _WITH_GRADIENT.get(func, func)
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
-        operands = self._operands(args), self._operands(kwargs)
+        operands = pytree.tree_map_only(Tensor, _operand, (args, kwargs))
         call = AtenCall(func, *operands, [])
         refuse_random(call)
         if self._depth == 0:
@@ -218,7 +218,7 @@ class _Recorder(SchemaCheckMode):
         return entry.function if is_cut else None
 
     def _record(self, call: AtenCall, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
-        inputs = [t for t in [*_flat(args), *_flat(list(kwargs.values()))] if isinstance(t, Tensor)]
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         numbers = tuple(self.ref(t).number for t in inputs)
         self.program.steps.append(Recorded(call, numbers, tuple(self._number(t) for t in outputs)))
 
@@ -261,26 +261,15 @@ class _Recorder(SchemaCheckMode):
         storage = tensor.untyped_storage()._cdata
         return any(t is not tensor and t.untyped_storage()._cdata == storage for t in self._alive)
 
-    def _constants(self, args: Any) -> Any:
-        """Returns the arguments with meta tensors in place of tensors with data."""
-        if isinstance(args, dict):
-            return {key: self._constants(value) for key, value in args.items()}
-        if isinstance(args, list | tuple):
-            return type(args)(self._constants(value) for value in args)
-        if not isinstance(args, Tensor) or args.device.type == "meta":
-            return args
-        if id(args) not in self._real:
-            self._real[id(args)] = made = args.detach().to("meta")
-            self._alive.append(args)
-            self.program.constants[self._number(made)] = args
-        return self._real[id(args)]
-
-    def _operands(self, args: Any) -> Any:
-        if isinstance(args, dict):
-            return {key: self._operands(value) for key, value in args.items()}
-        if isinstance(args, list | tuple):
-            return type(args)(self._operands(value) for value in args)
-        return _operand(args) if isinstance(args, Tensor) else args
+    def _without_data(self, tensor: Tensor) -> Tensor:
+        """Returns the meta tensor of a constant; other tensors as they are."""
+        if tensor.device.type == "meta":
+            return tensor
+        if id(tensor) not in self._real:
+            self._real[id(tensor)] = made = tensor.detach().to("meta")
+            self._alive.append(tensor)
+            self.program.constants[self._number(made)] = tensor
+        return self._real[id(tensor)]
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
@@ -315,9 +304,3 @@ def _is_composite(func: Any) -> bool:
 def _operand(tensor: Tensor) -> Operand:
     strides = None if tensor.is_contiguous() else tensor.stride()
     return Operand(tuple(tensor.shape), tensor.dtype, strides)
-
-
-def _flat(args: Any) -> list[Any]:
-    if isinstance(args, list | tuple):
-        return [item for arg in args for item in _flat(arg)]
-    return [args]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 
 from torch_overlap._C import UnsupportedError
 from torch_overlap.mesh._core import Graph, Layout, Mesh, OpRule
@@ -79,7 +80,7 @@ def trace(
         elif node.op == "call_function":
             builder.call(node)
         elif node.op == "output":
-            results = [n for n in _flat(node.args) if isinstance(n, fx.Node) and n in builder.numbers]
+            results = [n for n in pytree.tree_leaves(node.args) if isinstance(n, fx.Node) and n in builder.numbers]
             traced.outputs = [builder.numbers[n] for n in results]
     if wanted:
         raise ValueError(f"trace: expected layouts of {sorted(traced.inputs)}, got some of {sorted(wanted)}")
@@ -117,12 +118,6 @@ def _constraint(layout: Any, mesh: Mesh, shape: Shape) -> Any:
     return to_layout(layout, mesh, len(shape))
 
 
-def _flat(args: Any) -> list[Any]:
-    if isinstance(args, list | tuple):
-        return [item for arg in args for item in _flat(arg)]
-    return [args]
-
-
 def _shape(node: fx.Node) -> Shape:
     return tuple(int(n) for n in node.meta["val"].shape)
 
@@ -153,16 +148,16 @@ class _Builder:
             return
         results = node.meta.get("val")
         is_sequence = isinstance(results, list | tuple)
-        outputs = [_operand(r) for r in _flat(results if is_sequence else [results]) if isinstance(r, torch.Tensor)]
+        outputs = [_operand(r) for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor)]
         if not outputs:
             return
-        arguments = _flat(node.args) + _flat(list(node.kwargs.values()))
-        tensors = [a for a in arguments if isinstance(a, fx.Node) and a in self.numbers]
+        arguments = (node.args, node.kwargs)
+        tensors = [a for a in pytree.tree_leaves(arguments) if isinstance(a, fx.Node) and a in self.numbers]
         if not tensors:  # arange, zeros: the same on all ranks
             for_all = Layout.replicated(self.graph.mesh, len(_shape(node)))
             self.value(node, node.name, for_all)
             return
-        args, kwargs = self._operands(node.args), self._operands(dict(node.kwargs))
+        args, kwargs = pytree.tree_map_only(fx.Node, self._as_operand, arguments)
         call = AtenCall(node.target, args, kwargs, outputs, is_sequence=is_sequence)
         made = self._add(call, [self.numbers[t] for t in tensors], node.name)
         if is_sequence:
@@ -200,10 +195,6 @@ class _Builder:
         for_all = Layout.replicated(self.graph.mesh, len(made.shape))
         return self.graph.add_value(name, made.shape, made.dtype.itemsize, for_all)
 
-    def _operands(self, args: Any) -> Any:
-        """Returns arguments of a AtenCall, with operands for values of the graph."""
-        if isinstance(args, dict):
-            return {key: self._operands(value) for key, value in args.items()}
-        if isinstance(args, list | tuple):
-            return [self._operands(value) for value in args]
-        return _operand(args.meta["val"]) if isinstance(args, fx.Node) and args in self.numbers else args
+    def _as_operand(self, node: fx.Node) -> Any:
+        """Returns the operand of an AtenCall for a value of the graph."""
+        return _operand(node.meta["val"]) if node in self.numbers else node
