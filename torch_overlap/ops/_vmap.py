@@ -16,10 +16,6 @@ from torch_overlap._C import InvalidValueError
 Batched = tuple[Any, int | None]
 
 
-def _at_end(x: Tensor, bdim: int) -> Tensor:
-    return x.movedim(bdim, -1)
-
-
 def _wrap(x: Tensor, dim: int) -> int:
     """Returns dimension `dim` of one element, for an x with the batch dimension last."""
     rank = x.dim() - 1
@@ -28,6 +24,17 @@ def _wrap(x: Tensor, dim: int) -> int:
     if not -rank <= dim < rank:
         raise IndexError(f"vmap: expected a dimension in [{-rank}, {rank - 1}], got {dim}")
     return dim % rank
+
+
+def _numbered_dims_rule(op: Any, num_dims: int) -> Any:
+    """Returns the rule of an operator on x whose next `num_dims` arguments are dimensions."""
+
+    def rule(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
+        x = x.movedim(in_dims[0], -1)
+        dims = [_wrap(x, dim) for dim in args[:num_dims] or (0,)]
+        return op(x, *dims[:num_dims], *args[num_dims:]), x.dim() - 1
+
+    return rule
 
 
 def _any_shape_rule(op: Any) -> Any:
@@ -39,37 +46,11 @@ def _any_shape_rule(op: Any) -> Any:
 
 def register() -> None:
     ops = torch.ops.torch_overlap
+    numbered = {"all_gather": 1, "_own_part": 1, "reduce_scatter": 1, "all_to_all": 2, "all_to_all_v": 0}
+    for name, num_dims in numbered.items():
+        torch.library.register_vmap(f"torch_overlap::{name}", _numbered_dims_rule(getattr(ops, name), num_dims))
 
-    def rule(name: str) -> Any:
-        return torch.library.register_vmap(f"torch_overlap::{name}")
-
-    @rule("all_gather")
-    def _(info: Any, in_dims: Any, x: Tensor, dim: int, *args: Any) -> Batched:
-        x = _at_end(x, in_dims[0])
-        return ops.all_gather(x, _wrap(x, dim), *args), x.dim() - 1
-
-    @rule("_own_part")
-    def _(info: Any, in_dims: Any, x: Tensor, dim: int, *args: Any) -> Batched:
-        x = _at_end(x, in_dims[0])
-        return ops._own_part(x, _wrap(x, dim), *args), x.dim() - 1
-
-    @rule("reduce_scatter")
-    def _(info: Any, in_dims: Any, x: Tensor, dim: int, *args: Any) -> Batched:
-        x = _at_end(x, in_dims[0])
-        return ops.reduce_scatter(x, _wrap(x, dim), *args), x.dim() - 1
-
-    @rule("all_to_all")
-    def _(info: Any, in_dims: Any, x: Tensor, split_dim: int, concat_dim: int, *args: Any) -> Batched:
-        x = _at_end(x, in_dims[0])
-        return ops.all_to_all(x, _wrap(x, split_dim), _wrap(x, concat_dim), *args), x.dim() - 1
-
-    @rule("all_to_all_v")
-    def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
-        x = _at_end(x, in_dims[0])
-        _wrap(x, 0)
-        return ops.all_to_all_v(x, *args), x.dim() - 1
-
-    @rule("send")
+    @torch.library.register_vmap("torch_overlap::send")
     def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
         return ops.send(x.movedim(in_dims[0], 0), *args), None
 
