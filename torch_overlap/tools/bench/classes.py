@@ -18,7 +18,7 @@ from torch_overlap import CommOverlapType as Type
 from torch_overlap.tools.bench.cases import Case
 from torch_overlap.tools.bench.gemms import ag_gemm_of, gemm_rs_of
 from torch_overlap.tools.bench.libraries import Libraries, Library
-from torch_overlap.tools.bench.problem import Call, Operands, Problem, add_ours, libraries_with
+from torch_overlap.tools.bench.problem import Call, Operands, Problem, add_libraries, add_ours
 from torch_overlap.tools.bench.ranks import Ranks
 
 _METHODS = {"ring": Method.RING_EXCHANGE, "pipeline": Method.PIPELINE, "bulk": Method.BULK}
@@ -116,15 +116,8 @@ def gemm_rs_classes(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequ
         run = core.atomic_gemm_overlap_rs if core.is_atomic_gemm() else core.split_overlap_rs
 
         def call_method(i: int) -> Tensor:
-            run(
-                ws[i % sets],
-                True,
-                xs[i % sets],
-                False,
-                None,
-                rs_output=out,
-                **_scales(made, ws[i % sets], xs[i % sets]),
-            )
+            w, x = ws[i % sets], xs[i % sets]
+            run(w, True, x, False, None, rs_output=out, **_scales(made, w, x))
             return out
 
         return call_method, lambda i: buffer.gemm(made, xs[i % sets], ws[i % sets])[0]
@@ -152,29 +145,24 @@ def bulk(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) 
     product, part = made.empty(m, n), made.empty(tokens // tp, features)
     problem.add("gemm", "gemm", lambda i: made.multiply(xs[i % sets], ws[i % sets], product))
 
-    def operator(i: int, algorithm: str) -> Tensor:
-        return to.ops.bulk_overlap_matmul(
-            xs[i % sets], ws[i % sets], others[i % sets], ranks.comm, collective=collective, algorithm=algorithm
-        )[1]
+    inputs = [(x, w, other, ranks.comm) for x, w, other in zip(xs, ws, others, strict=True)]
+    add_ours(problem, "bulk_overlap_matmul", inputs, (), lambda results: results[1], collective=collective)
 
-    add_ours(problem, "bulk_overlap_matmul", (xs[0], ws[0], others[0], ranks.comm), (), operator,
-             collective=collective)  # fmt: skip
-
-    for library in libraries_with(problem, libraries, collective):
+    def calls(library: Library) -> tuple[Call, Call, None]:
         own = [library.like(other) for other in others]
-        made_by = library.empty((tokens if gathers else tokens // tp, features), made.dtype)
+        result = library.empty((tokens if gathers else tokens // tp, features), made.dtype)
 
-        def alone(i: int, own: list[Tensor] = own, result: Tensor = made_by, at: Library = library) -> Tensor:
-            (at.all_gather if gathers else at.reduce_scatter)(result, own[i % sets])
+        def alone(i: int) -> Tensor:
+            (library.all_gather if gathers else library.reduce_scatter)(result, own[i % sets])
             return result
 
-        def sequential(i: int, alone: Call = alone) -> Tensor:
+        def sequential(i: int) -> Tensor:
             made.multiply(xs[i % sets], ws[i % sets], product)
             return alone(i)
 
-        if library is libraries.plain:
-            problem.add(collective, "comm", alone)
-        problem.add(library.name, "peer", sequential)
+        return alone, sequential, None
+
+    add_libraries(problem, libraries, collective, calls)
     problem.missing["torch fused"] = "torch has no product beside another tensor's collective"
 
     kind = Type.AG if gathers else Type.RS
@@ -193,16 +181,6 @@ def bulk(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) 
     shape = (tokens, features)
     _add(problem, ranks, wanted, ("class bulk", "gemm bulk"), kind, "bulk", shape, made.dtype, make_calls)
     if gathers:
-        _add(
-            problem,
-            ranks,
-            wanted,
-            ("class bulk copy engine",),
-            kind,
-            "bulk",
-            shape,
-            made.dtype,
-            make_calls,
-            use_ce=True,
-        )
+        names = ("class bulk copy engine",)
+        _add(problem, ranks, wanted, names, kind, "bulk", shape, made.dtype, make_calls, use_ce=True)
     return _keep_wanted(problem, wanted)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-import torch_overlap as to
 from torch_overlap.tools.bench.cases import Case
 from torch_overlap.tools.bench.libraries import Libraries, Library
-from torch_overlap.tools.bench.problem import Call, Operands, Problem, add_ours, libraries_with
+from torch_overlap.tools.bench.problem import Call, Operands, Problem, add_libraries, add_ours
 from torch_overlap.tools.bench.ranks import Ranks
 
 
@@ -26,17 +25,11 @@ def exchange(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[st
     rows, out = made.random(m, k), made.empty(m, n)
     problem.add("gemm", "gemm", lambda i: made.multiply(rows, ws[i % sets], out))
 
-    def ours(i: int, algorithm: str) -> Tensor:
-        x, w = xs[i % sets], ws[i % sets]
-        if is_before_gemm:
-            return to.ops.all_to_all_matmul(x, w, comm, algorithm=algorithm)
-        results: list[Tensor] = to.ops.matmul_all_to_all(x, [w], comm, algorithm=algorithm)
-        return results[0]
-
     op = "all_to_all_matmul" if is_before_gemm else "matmul_all_to_all"
-    add_ours(problem, op, (xs[0], ws[0] if is_before_gemm else [ws[0]], comm), wanted, ours)
+    inputs = [(x, w if is_before_gemm else [w], comm) for x, w in zip(xs, ws, strict=True)]
+    add_ours(problem, op, inputs, wanted, None if is_before_gemm else lambda results: results[0])
 
-    for library in libraries_with(problem, libraries, "all_to_all"):
+    def calls(library: Library) -> tuple[Call, Call, None]:
         sent = (
             [library.like(x) for x in xs]
             if is_before_gemm
@@ -44,21 +37,19 @@ def exchange(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[st
         )
         received = library.empty(sent[0].shape, made.dtype)
 
-        def collective_alone(
-            i: int, sent: list[Tensor] = sent, received: Tensor = received, at: Library = library
-        ) -> Tensor:
-            at.all_to_all(received, sent[i % len(sent)])
+        def alone(i: int) -> Tensor:
+            library.all_to_all(received, sent[i % len(sent)])
             return received
 
-        def sequential(i: int, sent: list[Tensor] = sent, collective_alone: Call = collective_alone) -> Tensor:
+        def sequential(i: int) -> Tensor:
             if is_before_gemm:
-                heads = collective_alone(i).view(tp, m, -1).movedim(0, 1).reshape(m, k)
+                heads = alone(i).view(tp, m, -1).movedim(0, 1).reshape(m, k)
                 return made.multiply(heads, ws[i % sets], out)
             product = made.multiply(xs[i % sets], ws[i % sets], out)
             sent[0].view(tp, m, -1).copy_(product.view(m, tp, -1).movedim(1, 0))
-            return collective_alone(i)
+            return alone(i)
 
-        if library is libraries.plain:
-            problem.add("all_to_all", "comm", collective_alone)
-        problem.add(library.name, "peer", sequential)
+        return alone, sequential, None
+
+    add_libraries(problem, libraries, "all_to_all", calls)
     return problem

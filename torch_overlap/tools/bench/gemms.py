@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch_overlap.tools.bench.problem import (
     Call,
     Operands,
     Problem,
-    add_ours,
+    add_libraries,
+    add_product,
     add_torch_all_reduces,
+    add_torch_fused,
     call_named,
-    libraries_with,
 )
 from torch_overlap.tools.bench.ranks import Ranks
 
@@ -44,43 +45,20 @@ def ag_gemm_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
     whole, out = made.random(m, k), made.empty(m, n)
     problem.add("gemm", "gemm", lambda i: made.multiply(whole, ws[i % sets], out))
 
-    def ours(i: int, algorithm: str) -> Tensor:
-        x, w = xs[i % sets], ws[i % sets]
-        if not made.is_fp8:
-            products: list[Tensor] = to.ops.all_gather_matmul(x, [w], comm, algorithm=algorithm)[0]
-            return products[0]
-        scales = made.scale(x), [made.scale(w)]
-        products, _, _ = to.ops.scaled_all_gather_matmul(
-            x, scales[0], [w], scales[1], comm, algorithm=algorithm, scaling_mode=made.mode
-        )
-        return products[0]
+    add_product(problem, made, "all_gather_matmul", xs, ws, comm, wanted)
 
-    if made.is_fp8:
-        scaled = (xs[0], made.scale(xs[0]), [ws[0]], [made.scale(ws[0])], comm)
-        add_ours(problem, "scaled_all_gather_matmul", scaled, wanted, ours, scaling_mode=made.mode)
-    else:
-        add_ours(problem, "all_gather_matmul", (xs[0], [ws[0]], comm), wanted, ours)
-
-    for library in libraries_with(problem, libraries, "all_gather"):
+    def calls(library: Library) -> tuple[Call, Call, None]:
         own, gathered = [library.like(x) for x in xs], library.empty((m, k), made.dtype)
 
-        def alone(i: int, own: list[Tensor] = own, gathered: Tensor = gathered, at: Library = library) -> Tensor:
-            at.all_gather(gathered, own[i % sets])
+        def alone(i: int) -> Tensor:
+            library.all_gather(gathered, own[i % sets])
             return gathered
 
-        def sequential(i: int, alone: Call = alone) -> Tensor:
-            return made.multiply(alone(i), ws[i % sets], out)
+        return alone, lambda i: made.multiply(alone(i), ws[i % sets], out), None
 
-        if library is libraries.plain:
-            problem.add("all_gather", "comm", alone)
-        problem.add(library.name, "peer", sequential)
+    add_libraries(problem, libraries, "all_gather", calls)
 
-    if libraries.torch_symmetric is None:
-        problem.missing["torch fused"] = libraries.missing_reason("torch")
-        return problem, made, (xs, ws)
-    group = libraries.torch_symmetric.group_name
-
-    def fused(i: int) -> Tensor:
+    def fused(group: str, i: int) -> Tensor:
         x, w = xs[i % sets], ws[i % sets].t()
         if not made.is_fp8:
             _, products = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group, return_A=False)
@@ -92,7 +70,7 @@ def ag_gemm_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
         product: Tensor = products[0]
         return product
 
-    problem.add("torch fused", "peer", fused)
+    add_torch_fused(problem, libraries, fused)
     return problem, made, (xs, ws)
 
 
@@ -104,26 +82,27 @@ def _reduction(case: Case, ranks: Ranks, libraries: Libraries, collective: str) 
     ws = [made.random(n, k) for _ in range(sets)]
     whole = made.empty(m, n)
     problem.add("gemm", "gemm", lambda i: made.multiply(xs[i % sets], ws[i % sets], whole))
-    for library in libraries_with(problem, libraries, collective):
+
+    def calls(library: Library) -> tuple[Call, Call, Callable[[], object] | None]:
         partial_sums = library.empty((m, n), made.out_dtype)
         part = library.empty((m // tp, n), made.out_dtype) if collective == "reduce_scatter" else partial_sums
         made.multiply(xs[0], ws[0], partial_sums)
 
-        def alone(i: int, source: Tensor = partial_sums, part: Tensor = part, at: Library = library) -> Tensor:
+        def alone(i: int) -> Tensor:
             if collective == "reduce_scatter":
-                at.reduce_scatter(part, source)
+                library.reduce_scatter(part, partial_sums)
             else:
-                at.all_reduce(source)
+                library.all_reduce(partial_sums)
             return part
 
-        def sequential(i: int, source: Tensor = partial_sums, alone: Call = alone) -> Tensor:
-            made.multiply(xs[i % sets], ws[i % sets], source)
+        def sequential(i: int) -> Tensor:
+            made.multiply(xs[i % sets], ws[i % sets], partial_sums)
             return alone(i)
 
-        if library is libraries.plain:
-            again = partial(made.multiply, xs[0], ws[0], partial_sums) if collective == "all_reduce" else None
-            problem.add(collective, "comm", alone, again)
-        problem.add(library.name, "peer", sequential)
+        again = partial(made.multiply, xs[0], ws[0], partial_sums) if collective == "all_reduce" else None
+        return alone, sequential, again
+
+    add_libraries(problem, libraries, collective, calls)
     return problem, made, (xs, ws)
 
 
@@ -134,27 +113,10 @@ def gemm_rs(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str
 def gemm_rs_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> _OperandsAndProblem:
     """Returns the problem, with its x and weights."""
     problem, made, (xs, ws) = _reduction(case, ranks, libraries, "reduce_scatter")
-    comm, sets = ranks.comm, len(xs)
+    sets = len(xs)
+    add_product(problem, made, "matmul_reduce_scatter", xs, ws, ranks.comm, wanted)
 
-    def ours(i: int, algorithm: str) -> Tensor:
-        x, w = xs[i % sets], ws[i % sets]
-        if not made.is_fp8:
-            return to.ops.matmul_reduce_scatter(x, w, comm, algorithm=algorithm)
-        return to.ops.scaled_matmul_reduce_scatter(
-            x, made.scale(x), w, made.scale(w), comm, algorithm=algorithm, scaling_mode=made.mode
-        )
-
-    if made.is_fp8:
-        scaled = (xs[0], made.scale(xs[0]), ws[0], made.scale(ws[0]), comm)
-        add_ours(problem, "scaled_matmul_reduce_scatter", scaled, wanted, ours, scaling_mode=made.mode)
-    else:
-        add_ours(problem, "matmul_reduce_scatter", (xs[0], ws[0], comm), wanted, ours)
-    if libraries.torch_symmetric is None:
-        problem.missing["torch fused"] = libraries.missing_reason("torch")
-        return problem, made, (xs, ws)
-    group = libraries.torch_symmetric.group_name
-
-    def fused(i: int) -> Tensor:
+    def fused(group: str, i: int) -> Tensor:
         x, w = xs[i % sets], ws[i % sets].t()
         if not made.is_fp8:
             result: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
@@ -166,28 +128,14 @@ def gemm_rs_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
             )  # fmt: skip
         return result
 
-    problem.add("torch fused", "peer", fused)
+    add_torch_fused(problem, libraries, fused)
     return problem, made, (xs, ws)
 
 
 def _gemm_ar(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> tuple[Problem, Any]:
     problem, made, (xs, ws) = _reduction(case, ranks, libraries, "all_reduce")
-    comm, sets = ranks.comm, len(xs)
-    if made.is_fp8:
-        scaled = (xs[0], made.scale(xs[0]), ws[0], made.scale(ws[0]), comm)
-
-        def ours(i: int, algorithm: str) -> Tensor:
-            x, w = xs[i % sets], ws[i % sets]
-            return to.ops.scaled_matmul_all_reduce(
-                x, made.scale(x), w, made.scale(w), comm, algorithm=algorithm, scaling_mode=made.mode
-            )
-
-        add_ours(problem, "scaled_matmul_all_reduce", scaled, wanted, ours, scaling_mode=made.mode)
-    else:
-        add_ours(
-            problem, "matmul_all_reduce", (xs[0], ws[0], comm), wanted,
-            lambda i, algorithm: to.ops.matmul_all_reduce(xs[i % sets], ws[i % sets], comm, algorithm=algorithm),
-        )  # fmt: skip
+    sets = len(xs)
+    add_product(problem, made, "matmul_all_reduce", xs, ws, ranks.comm, wanted)
     m, n, _ = case.local(ranks.size)
 
     def source(arena: Arena) -> tuple[Call, None]:

@@ -133,9 +133,6 @@ class Libraries:
         for library in self.all:
             library.close()
 
-    def missing_reason(self, name: str) -> str:
-        return self.missing.get(name, "")
-
     @staticmethod
     def open(ranks: Ranks, cases: Sequence[Case]) -> Libraries:
         """Opens the libraries. Collective. The arenas have room for any of `cases`."""

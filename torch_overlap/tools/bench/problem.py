@@ -130,9 +130,19 @@ def algorithms(op: str, call: Callable[[str], object]) -> list[str]:
     raise RuntimeError(f"bench: expected {op} to list its algorithms in the error for an unknown one, got no such list")
 
 
-def add_ours(problem: Problem, op: str, arguments: Sequence[Any], wanted: Sequence[str],
-             call: Callable[[int, str], Tensor], **options: Any) -> None:  # fmt: skip
-    """Adds a variant for each algorithm of the operator that can run here. options: of the operator."""
+def add_ours(problem: Problem, op: str, inputs: Sequence[Sequence[Any]], wanted: Sequence[str],
+             take: Callable[[Any], Tensor] | None = None, **options: Any) -> None:  # fmt: skip
+    """Adds a variant for each algorithm of the operator that can run here.
+
+    inputs: the positional arguments of each set. take: returns the tensor to compare from a result, by default the
+    result itself. options: of the operator.
+    """
+    function = getattr(to.ops, op)
+
+    def call(i: int, algorithm: str) -> Tensor:
+        found = function(*inputs[i % len(inputs)], algorithm=algorithm, **options)
+        return found if take is None else take(found)
+
     names = algorithms(op, lambda name: call(0, name))
     for name in wanted:
         if name not in names:
@@ -142,7 +152,7 @@ def add_ours(problem: Problem, op: str, arguments: Sequence[Any], wanted: Sequen
             continue
 
         def explain(name: str = name) -> str:
-            return to.explain(op, *arguments, algorithm=name, **options).algorithm
+            return to.explain(op, *inputs[0], algorithm=name, **options).algorithm
 
         chosen = ""
         try:
@@ -158,6 +168,20 @@ def add_ours(problem: Problem, op: str, arguments: Sequence[Any], wanted: Sequen
         problem.add(name, "ours", partial(call_named, call, name), choose=choose)
 
 
+def add_product(problem: Problem, made: Operands, op: str, xs: Sequence[Tensor], ws: Sequence[Tensor],
+                comm: to.TorchComm, wanted: Sequence[str]) -> None:  # fmt: skip
+    """Adds our product with a collective; its scaled form for 8-bit floats."""
+    gathers = op == "all_gather_matmul"
+    inputs: list[tuple[Any, ...]] = []
+    for x, w in zip(xs, ws, strict=True):
+        weight = (w, made.scale(w)) if made.is_fp8 else (w,)
+        of_x = (x, made.scale(x)) if made.is_fp8 else (x,)
+        inputs.append((*of_x, *([part] if gathers else part for part in weight), comm))
+    options = {"scaling_mode": made.mode} if made.is_fp8 else {}
+    take = (lambda result: result[0][0]) if gathers else None
+    add_ours(problem, f"scaled_{op}" if made.is_fp8 else op, inputs, wanted, take, **options)
+
+
 def call_named(call: Callable[[int, str], Tensor], name: str, i: int) -> Tensor:
     return call(i, name)
 
@@ -171,6 +195,29 @@ def libraries_with(problem: Problem, libraries: Libraries, collective: str) -> l
     return [library for library in libraries.all if collective not in library.unsupported_collectives]
 
 
+def add_libraries(
+    problem: Problem, libraries: Libraries, collective: str,
+    calls: Callable[[Library], tuple[Call, Call, Callable[[], object] | None]],
+) -> None:  # fmt: skip
+    """Adds the product by each library that has the collective, and the first library's collective alone.
+
+    calls: returns a library's collective alone, with the product, and what restores the input of the former.
+    """
+    for library in libraries_with(problem, libraries, collective):
+        alone, sequential, before = calls(library)
+        if library is libraries.plain:
+            problem.add(collective, "comm", alone, before)
+        problem.add(library.name, "peer", sequential)
+
+
+def add_torch_fused(problem: Problem, libraries: Libraries, call: Callable[[str, int], Tensor]) -> None:
+    """Adds a fused operator of torch, which gets the name of the group."""
+    if libraries.torch_symmetric is None:
+        problem.missing["torch fused"] = libraries.missing.get("torch", "")
+    else:
+        problem.add("torch fused", "peer", partial(call, libraries.torch_symmetric.group_name))
+
+
 def add_torch_all_reduces(problem: Problem, libraries: Libraries, size: int,
                           source: Callable[[Arena], tuple[Call, Callable[[], object] | None]]) -> None:  # fmt: skip
     """Adds torch's all-reduces of `size` bytes. source: returns a call's inputs in an arena, and a function that
@@ -178,7 +225,7 @@ def add_torch_all_reduces(problem: Problem, libraries: Libraries, size: int,
     torch_symmetric = libraries.torch_symmetric
     for name in ("torch one-shot", "torch two-shot"):
         if torch_symmetric is None:
-            problem.missing[name] = libraries.missing_reason("torch")
+            problem.missing[name] = libraries.missing.get("torch", "")
             continue
         one = name == "torch one-shot"
         max_bytes = torch_symmetric.one_shot_bytes if one else torch_symmetric.two_shot_bytes
