@@ -25,12 +25,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torch_overlap import _C, _tuning, objcol, ops
 from torch_overlap._C import InvalidValueError, TorchComm, UnsupportedError
-from torch_overlap._timing import Stopwatch, interleave, slowest_rank
+from torch_overlap._timing import Stopwatch, in_graph, interleave, slowest_rank
 from torch_overlap._tuning import FORMAT, KERNELS, MODES, Entry, current, load, read, shipped
 from torch_overlap.tools.bench.ranks import LEAD_CYCLES
 
@@ -48,67 +49,43 @@ _MAX_SLOWDOWN = 0.01
 # --- Problems ---------------------------------------------------------------------------------------------------------
 
 
-def _part(op: str, what: str, value: int, size: int) -> int:
-    if value % size != 0:
-        raise InvalidValueError(f"tune: expected {what} of {op} divisible by the {size} ranks, got {value}")
-    return value // size
-
-
-def _gather(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
-    m, n, k = shape
-    size = comm.get_size()
-    x, w = _operands(comm, (_part(op, "m", m, size), k), (_part(op, "n", n, size), k), dtype)
-    if op.startswith("scaled_"):
-        (x, s), (w, t) = _quantized(x), _quantized(w)
-        return lambda a: ops.scaled_all_gather_matmul(x, s, [w], [t], comm, out_dtype=dtype, algorithm=a)
-    return lambda a: ops.all_gather_matmul(x, [w], comm, algorithm=a)
-
-
-def _reduce(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
-    m, n, k = shape
-    size = comm.get_size()
-    k = _part(op, "k", k, size)
-    x, w = _operands(comm, (m, k), (n, k), dtype)
-    if op.endswith("reduce_scatter"):
-        _part(op, "m", m, size)
-    call = getattr(ops, op)
-    if op.startswith("scaled_"):
-        (x, s), (w, t) = _quantized(x), _quantized(w)
-        return lambda a: call(x, s, w, t, comm, out_dtype=dtype, algorithm=a)
-    return lambda a: call(x, w, comm, algorithm=a)
-
-
-def _exchange(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
-    m, n, k = shape
-    size = comm.get_size()
-    rows = _part(op, "m", m, size)
-    if op == "all_to_all_matmul":
-        x, w = _operands(comm, (m, _part(op, "k", k, size)), (n, k), dtype)
-        return lambda a: ops.all_to_all_matmul(x, w, comm, algorithm=a)
-    _part(op, "n", n, size)
-    x, w = _operands(comm, (rows, k), (n, k), dtype)
-    return lambda a: ops.matmul_all_to_all(x, [w], comm, algorithm=a)
-
-
-def _operands(comm: TorchComm, x: tuple[int, int], w: tuple[int, int], dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.randn(sizes, device=comm.get_device()).to(dtype) for sizes in (x, w)]
-
-
-def _quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    data, scale_inv, *_ = ops.quantize(x)
-    return data, scale_inv
-
-
-OPERATORS: dict[str, Callable[[str, TorchComm, Shape, torch.dtype], Callable[[str], object]]] = {
-    "all_gather_matmul": _gather,
-    "matmul_reduce_scatter": _reduce,
-    "matmul_all_reduce": _reduce,
-    "scaled_all_gather_matmul": _gather,
-    "scaled_matmul_reduce_scatter": _reduce,
-    "scaled_matmul_all_reduce": _reduce,
-    "all_to_all_matmul": _exchange,
-    "matmul_all_to_all": _exchange,
+# By operator: which of m, n and k are split over the ranks in x [m, k], and in w [n, k]; which they must divide.
+_SPLITS = {
+    "all_gather_matmul": ("m", "n", "mn"),
+    "matmul_reduce_scatter": ("k", "k", "km"),
+    "matmul_all_reduce": ("k", "k", "k"),
+    "all_to_all_matmul": ("k", "", "mk"),
+    "matmul_all_to_all": ("m", "", "mn"),
 }
+OPERATORS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "scaled_all_gather_matmul",
+    "scaled_matmul_reduce_scatter",
+    "scaled_matmul_all_reduce",
+    "all_to_all_matmul",
+    "matmul_all_to_all",
+)
+
+
+def _call(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
+    """Returns a call of the operator on new inputs, by the name of an algorithm."""
+    is_scaled, name = op.startswith("scaled_"), op.removeprefix("scaled_")
+    sizes, size = dict(zip("mnk", shape, strict=True)), comm.get_size()
+    split_in_x, split_in_w, divisible = _SPLITS[name]
+    for what in divisible:
+        if sizes[what] % size != 0:
+            raise InvalidValueError(f"tune: expected {what} of {op} divisible by the {size} ranks, got {sizes[what]}")
+    operands: list[Any] = []
+    for dims, split in (("mk", split_in_x), ("nk", split_in_w)):
+        extents = [sizes[what] // size if what in split else sizes[what] for what in dims]
+        operand = torch.randn(extents, device=comm.get_device()).to(dtype)
+        parts = ops.quantize(operand)[:2] if is_scaled else [operand]
+        takes_list = dims == "nk" and name in ("all_gather_matmul", "matmul_all_to_all")
+        operands += [[part] for part in parts] if takes_list else parts
+    function, options = getattr(ops, op), {"out_dtype": dtype} if is_scaled else {}
+    return lambda a: function(*operands, comm, algorithm=a, **options)
 
 
 # --- Entries ----------------------------------------------------------------------------------------------------------
@@ -221,10 +198,7 @@ def _repeated(
     if mode == "eager":
         return repeated
     repeated()  # allocates memory and plans of all inputs
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        repeated()
-    return graph.replay
+    return in_graph(repeated)
 
 
 def _num_input_sets(shape: Shape, dtype: torch.dtype, size: int, repeats: int) -> int:
@@ -263,7 +237,7 @@ def measure(
     if repeats is None:
         repeats = (30 if mode == "eager" else 10) if comm.get_device().type == "cuda" else 3
     sets = _num_input_sets(shape, dtype, comm.get_size(), repeats)
-    calls = [OPERATORS[op](op, comm, shape, dtype) for _ in range(sets)]
+    calls = [_call(op, comm, shape, dtype) for _ in range(sets)]
     names: list[str] = []
     for name in _C._algorithms():
         # An algorithm that cannot run is refused on all ranks alike, before anything is sent. If the first one cannot

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
              "features.")  # fmt: skip
     add("--results", nargs="+", default=[], metavar="FILE",
         help="Measures nothing and takes the entries from result files of bench.")  # fmt: skip
-    add("--ops", nargs="+", choices=list(OPERATORS), metavar="OP",
+    add("--ops", nargs="+", choices=OPERATORS, metavar="OP",
         default=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"],
         help=f"The operators: {', '.join(OPERATORS)}. Default: the first three.")  # fmt: skip
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16",
