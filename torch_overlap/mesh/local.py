@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -152,9 +153,7 @@ def _mean(parts: _Parts) -> Local | None:
     if all(shape[d] == x.shape[d] for d in dims):
         return None
     keepdim = bool(call.argument(2, "keepdim", False))
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
+    count = math.prod(x.shape[d] for d in dims)
     inside = torch.float32 if out in (torch.float16, torch.bfloat16) else out
     return lambda tensors: (tensors[0].sum(dims, keepdim, dtype=inside) / count).to(out)
 

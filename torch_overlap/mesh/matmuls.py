@@ -12,6 +12,7 @@ keeps products away from it, and `choices` reports the decisions.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -169,9 +170,7 @@ def _as_linear(call: AtenCall, weight: Tensor) -> Tensor:
 def local_sizes(x: ValueSpec, weight: ValueSpec, call: AtenCall) -> tuple[int, int, int]:
     """Returns rows, columns and inner size of the product of the largest parts: the same on every rank, as choices must
     be."""
-    rows, (out, inner) = 1, weight.largest_shape
-    for n in x.largest_shape[:-1]:
-        rows *= n
+    rows, (out, inner) = math.prod(x.largest_shape[:-1]), weight.largest_shape
     return (rows, out, inner) if call.name == "linear" else (rows, inner, out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,14 +75,7 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
         key = (op, shape, dtype, row["tp"])
         group = found.setdefault(key, Group(op, label, shape, dtype, row["tp"], {}))
         group.rows.setdefault(row["mode"], {})[row["algorithm"]] = row
-    return sorted(found.values(), key=lambda g: (KNOWN_OPS.index(g.op), _work(g.shape)))
-
-
-def _work(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size
+    return sorted(found.values(), key=lambda g: (KNOWN_OPS.index(g.op), math.prod(g.shape)))
 
 
 def peers_of(groups: Sequence[Group]) -> list[str]:
