@@ -85,11 +85,9 @@ class AtenCall:
         """Returns an argument by its index in the schema, or its name; `default` if it is not given."""
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
 
-    def with_arguments(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> AtenCall:
-        """Returns the operator with other arguments, which have the same tensors in the same order."""
-        return AtenCall(
-            self.target, args, self.kwargs if kwargs is None else kwargs, self.outputs, is_sequence=self.is_sequence
-        )
+    def with_arguments(self, args: Sequence[Any]) -> AtenCall:
+        """Returns the operator with other positional arguments, which have the same tensors in the same order."""
+        return AtenCall(self.target, args, self.kwargs, self.outputs, is_sequence=self.is_sequence)
 
     def bind(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Returns args and kwargs with these tensors in place of the inputs."""

@@ -157,10 +157,9 @@ def _einsum(call: AtenCall) -> OpRule | None:
     return _einsum_rule(call, ins, [out])
 
 
-def _whole_last(call: AtenCall, count: int) -> OpRule | None:
-    """Returns the rule for batches of vectors or matrices that must be whole."""
-    shape = call.inputs[0].shape
-    return OpRule.along(call.name, shape, list(range(-count, 0))) if len(call.inputs) == 1 else None
+def _whole_matrices(call: AtenCall) -> OpRule | None:
+    """Returns the rule for batches of matrices that must be whole."""
+    return OpRule.along(call.name, call.inputs[0].shape, [-2, -1]) if len(call.inputs) == 1 else None
 
 
 COMPUTE: dict[str, Callable[[AtenCall], OpRule | None]] = {
@@ -182,5 +181,5 @@ COMPUTE: dict[str, Callable[[AtenCall], OpRule | None]] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _conv),
     "scaled_dot_product_attention": _attention,
     "einsum": _einsum,
-    "cholesky": lambda call: _whole_last(call, 2),
+    "cholesky": _whole_matrices,
 }  # fmt: skip

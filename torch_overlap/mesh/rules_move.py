@@ -16,9 +16,9 @@ RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze"
             "unsqueeze_copy", "view_copy", "_reshape_copy", "_reshape_alias", "ravel", "view_as"}  # fmt: skip
 
 
-def names_of(shape: Sequence[int], prefix: str = "d", whole: Sequence[int] = ()) -> list[str]:
+def names_of(shape: Sequence[int], whole: Sequence[int] = ()) -> list[str]:
     """Returns the factors of an operand for OpRule.einsum: d0 d1 ...; a ! suffix if it must be whole, 1 for size 1."""
-    return ["1" if n == 1 else f"{prefix}{i}{'!' if i in whole else ''}" for i, n in enumerate(shape)]
+    return ["1" if n == 1 else f"d{i}{'!' if i in whole else ''}" for i, n in enumerate(shape)]
 
 
 def equation(inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) -> str:

@@ -256,8 +256,8 @@ def in_order(cases: Iterable[Case], modes: Sequence[str]) -> list[Visit]:
     return [Visit(case, mode) for mode in modes for _, case in ranked]
 
 
-def expected_seconds(visit: Visit, tp: int, rounds: int, variants: int = 10) -> float:
+def expected_seconds(visit: Visit, tp: int, rounds: int) -> float:
     """Returns a rough duration of a visit in seconds: its samples and its setup."""
     case = visit.case
     sample = case.repeats(tp, visit.mode) * case.calls(tp) * case.estimate_us(tp) * 1.4 * 1e-6 + 0.6e-3
-    return 1.0 + (rounds + 3) * variants * sample
+    return 1.0 + (rounds + 3) * 10 * sample  # of ten variants
