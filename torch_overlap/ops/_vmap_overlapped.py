@@ -73,36 +73,36 @@ def _register_products() -> None:
         _register_rows(f"scaled_{name}", lambda given: 0)
 
 
-def _register_norms(ops: Any, rule: Any) -> None:
-    def in_front(t: Tensor, bdim: int | None, batch: int) -> Tensor:
-        return t.expand(batch, *t.shape) if bdim is None else t.movedim(bdim, 0)
+def _register_norm(name: str, batched: tuple[int, int]) -> None:
+    """Registers the rule of an operator whose arguments number `batched` are x and the residual."""
+    op = getattr(torch.ops.torch_overlap, name)
 
-    @rule("matmul_all_reduce_rms_norm")
-    def _(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Any, residual: Tensor, *args: Any) -> Rule:
-        _require_batch_of("matmul_all_reduce_rms_norm", "x and residual", in_dims, (0, 3))
-        x, residual = (in_front(t, in_dims[i], info.batch_size) for t, i in ((x, 0), (residual, 3)))
-        return ops.matmul_all_reduce_rms_norm(x, weight, bias, residual, *args), (0, 0)
-
-    @rule("all_reduce_rms_norm")
-    def _(info: Any, in_dims: Any, x: Tensor, residual: Tensor, *args: Any) -> Rule:
-        _require_batch_of("all_reduce_rms_norm", "x and residual", in_dims, (0, 1))
-        x, residual = (in_front(t, in_dims[i], info.batch_size) for t, i in ((x, 0), (residual, 1)))
-        return ops.all_reduce_rms_norm(x, residual, *args), (0, 0)
+    @torch.library.register_vmap(f"torch_overlap::{name}")
+    def _(info: Any, in_dims: Any, *args: Any) -> Rule:
+        _require_batch_of(name, "x and residual", in_dims, batched)
+        operands = list(args)
+        for i in batched:
+            operand, dim = args[i], in_dims[i]
+            is_shared = dim is None
+            operands[i] = operand.expand(info.batch_size, *operand.shape) if is_shared else operand.movedim(dim, 0)
+        return op(*operands), (0, 0)
 
 
-def _register_exchanges(ops: Any, rule: Any) -> None:
-    @rule("all_to_all_matmul")
+def _register_exchange(name: str) -> None:
+    """Registers the rule of an operator whose x and results have the batch as dimension 1."""
+    op = getattr(torch.ops.torch_overlap, name)
+
+    @torch.library.register_vmap(f"torch_overlap::{name}")
     def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Rule:
-        _require_batch_of("all_to_all_matmul", "x", in_dims, (0,))
-        return ops.all_to_all_matmul(_move_batch_to_front(x, in_dims[0]).movedim(0, 1), *args), 1
+        _require_batch_of(name, "x", in_dims, (0,))
+        results = op(_move_batch_to_front(x, in_dims[0]).movedim(0, 1), *args)
+        return results, 1 if isinstance(results, Tensor) else [1] * len(results)
 
-    @rule("matmul_all_to_all")
-    def _(info: Any, in_dims: Any, x: Tensor, weights: Any, *args: Any) -> Rule:
-        _require_batch_of("matmul_all_to_all", "x", in_dims, (0,))
-        results = ops.matmul_all_to_all(_move_batch_to_front(x, in_dims[0]).movedim(0, 1), weights, *args)
-        return results, [1] * len(weights)
 
-    @rule("bulk_overlap_matmul")
+def _register_bulk() -> None:
+    ops = torch.ops.torch_overlap
+
+    @torch.library.register_vmap("torch_overlap::bulk_overlap_matmul")
     def _(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Any, other: Tensor, collective: str, comm: str,
           size: int, dim: int = 0, *args: Any) -> Rule:  # fmt: skip
         _require_batch_of("bulk_overlap_matmul", "x and other", in_dims, (0, 3))
@@ -118,11 +118,10 @@ def _register_exchanges(ops: Any, rule: Any) -> None:
 
 
 def register() -> None:
-    ops = torch.ops.torch_overlap
-
-    def rule(name: str) -> Any:
-        return torch.library.register_vmap(f"torch_overlap::{name}")
-
+    """Registers the rules."""
     _register_products()
-    _register_norms(ops, rule)
-    _register_exchanges(ops, rule)
+    _register_norm("matmul_all_reduce_rms_norm", (0, 3))
+    _register_norm("all_reduce_rms_norm", (0, 1))
+    _register_exchange("all_to_all_matmul")
+    _register_exchange("matmul_all_to_all")
+    _register_bulk()
