@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,14 @@ class Outcome:
     value: Any = None
     error: str = ""
     skipped: str = ""
+
+
+def pickled(outcome: Outcome) -> bytes:
+    """Returns the outcome for another process; an error if its value cannot be pickled."""
+    try:
+        return pickle.dumps(outcome)
+    except Exception:
+        return pickle.dumps(Outcome(False, error=f"its result cannot be pickled\n{traceback.format_exc()}"))
 
 
 class RanksFailed(AssertionError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -14,7 +13,7 @@ from typing import Any
 from torch_overlap.testing._body import Job, environment, run_body
 from torch_overlap.testing._forkserver import START_SECONDS
 from torch_overlap.testing._pool import GRACE_SECONDS
-from torch_overlap.testing._report import Outcome
+from torch_overlap.testing._report import Outcome, pickled
 
 VARIABLE = "TORCH_OVERLAP_TEST_RANKS"
 
@@ -41,7 +40,7 @@ def run_here(job: Job, fn: Callable[..., Any], args: tuple[Any, ...],
     if rank < job.size:
         with environment(changes):
             outcome = run_body(replace(job, backend="gloo"), rank, store, fn, args)
-        store.set(_key(job, rank), _pickled(outcome))
+        store.set(_key(job, rank), pickled(outcome))
     # Each rank gets its own time, plus that of ranks that see another rank's failure late.
     store.set_timeout(timedelta(seconds=job.timeout + GRACE_SECONDS))
     outcomes = {}
@@ -55,13 +54,6 @@ def run_here(job: Job, fn: Callable[..., Any], args: tuple[Any, ...],
 
 def _key(job: Job, rank: int) -> str:
     return f"{job.name}/outcome{rank}"
-
-
-def _pickled(outcome: Outcome) -> bytes:
-    try:
-        return pickle.dumps(outcome)
-    except Exception:
-        return pickle.dumps(Outcome(False, error=f"its result cannot be pickled\n{traceback.format_exc()}"))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch_overlap.testing._body import Task, environment, run_body
 from torch_overlap.testing._forkserver import serve_forks
-from torch_overlap.testing._report import Outcome
+from torch_overlap.testing._report import Outcome, pickled
 
 _loaded: dict[str, tuple[float, ModuleType]] = {}
 
@@ -71,11 +71,7 @@ def serve(pipe: Connection[Any, Any]) -> None:
             task = pipe.recv()
         except EOFError:
             return
-        outcome = run_task(task)
-        try:
-            data = pickle.dumps(outcome)
-        except Exception:
-            data = pickle.dumps(Outcome(False, error=traceback.format_exc()))
+        data = pickled(run_task(task))
         sys.stdout.flush()
         pipe.send_bytes(data)
 
