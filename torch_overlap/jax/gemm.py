@@ -89,20 +89,12 @@ def gemm(
         ValueError, TypeError: shapes or arguments that do not fit. What only the handler can check is raised as
             jax.errors.JaxRuntimeError when the program runs.
     """
-    given = {
-        "lhs": lhs,
-        "lhs_scale_inv": lhs_scale_inv,
-        "rhs": rhs,
-        "rhs_scale_inv": rhs_scale_inv,
-        "bias": bias,
-        "gelu_input": gelu_input,
-        "aux_in": aux_in,
-    }
+    given = (lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, gelu_input, aux_in)  # in the order of _OPERANDS
     if operator.index(workspace_bytes) < 0:
         raise ValueError(
             f"gemm: expected workspace_bytes from 0, got {workspace_bytes}. Pass 0 for a cached workspace."
         )
-    operands = tuple(none() if given[name] is None else jnp.asarray(given[name]) for name in _OPERANDS)
+    operands = tuple(none() if one is None else jnp.asarray(one) for one in given)
     attributes: dict[str, Any] = {
         "scaling_mode": int(scaling_mode),
         "comm_overlap_method": int(comm_overlap_method),
