@@ -18,13 +18,15 @@ and:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-    from torch_overlap._C import BackendOptions, TorchComm
+from torch_overlap import _tuning
+from torch_overlap._C import BackendOptions, InvalidTypeError, InvalidValueError, TorchComm, _BackendWrapper
+from torch_overlap._methods.arguments import describe
 
 BACKEND_NAME = "torch_overlap"
 
@@ -35,10 +37,6 @@ def _make_group(c10d_options: Any, pg_options: Any) -> Any:
     `pg_options` are BackendOptions, ProcessGroupNCCL.Options, or the finished backend, over an existing communicator
     (see device_mesh).
     """
-    from torch_overlap import _tuning
-    from torch_overlap._C import BackendOptions, InvalidTypeError, _BackendWrapper
-    from torch_overlap._methods.arguments import describe
-
     if isinstance(pg_options, _BackendWrapper):
         return pg_options
     if _is_nccl_options(pg_options):
@@ -68,15 +66,11 @@ _NCCL_UNDEFINED = (None, -(2**31))  # NCCL_CONFIG_UNDEF_PTR and NCCL_CONFIG_UNDE
 
 
 def _is_nccl_options(pg_options: Any) -> bool:
-    import torch.distributed as dist
-
     return dist.is_nccl_available() and isinstance(pg_options, dist.ProcessGroupNCCL.Options)
 
 
 def _from_nccl_options(options: Any) -> BackendOptions:
     """Returns the same settings for this backend. Those of NCCL's config reach CUDA communicators only."""
-    from torch_overlap._C import BackendOptions
-
     fields = {name: getattr(options.config, name, None) for name in _NCCL_HINTS}
     return BackendOptions(
         is_high_priority_stream=options.is_high_priority_stream,
@@ -103,12 +97,6 @@ def comm_from_group(group: ProcessGroup | None = None, device: torch.device | st
         InvalidValueError: the group does not use this backend for the device.
         InvalidTypeError: group is not a ProcessGroup.
     """
-    import torch
-    import torch.distributed as dist
-
-    from torch_overlap._C import InvalidTypeError, InvalidValueError, _BackendWrapper
-    from torch_overlap._methods.arguments import describe
-
     found: object = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
         got = "none: torch.distributed is not initialized" if found is None else describe(found)
@@ -150,8 +138,6 @@ class _Devices(Sequence[str]):
         self._is_registered = True
 
     def _types(self) -> list[str]:
-        import torch
-
         return ["cpu", "cuda"] if not self._is_registered or torch.cuda.is_available() else ["cpu"]
 
     @overload
@@ -170,8 +156,6 @@ class _Devices(Sequence[str]):
 
 def register() -> None:
     """Registers the backend with torch.distributed. No-op in a torch without it, and on a second call."""
-    import torch.distributed as dist
-
     if not dist.is_available() or BACKEND_NAME in dist.Backend.backend_list:
         return
     devices = _Devices()
