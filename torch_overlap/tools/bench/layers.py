@@ -8,7 +8,7 @@ from itertools import groupby
 from torch_overlap.mesh import Mesh
 from torch_overlap.mesh.models import PRESETS
 from torch_overlap.mesh.transformer import predict_layer
-from torch_overlap.tools.bench.tables import Row, markdown
+from torch_overlap.tools.bench.tables import Row, markdown, number
 
 
 def layer_table(rows: Sequence[Row]) -> str:
@@ -28,8 +28,8 @@ def layer_table(rows: Sequence[Row]) -> str:
         ratios = [*[row.get(f"over_{peer}") for peer in peers], row["us"] / predicted if predicted else None]
         lines.append(
             [
-                f"{name} {', '.join(map(str, shape))}", *[_number(value, 0) for value in us],
-                _number(predicted, 0), *[_number(value, 3) for value in ratios],
+                f"{name} {', '.join(map(str, shape))}", *[number(value, 0) for value in us],
+                number(predicted, 0), *[number(value, 3) for value in ratios],
             ]
         )  # fmt: skip
     return markdown(lines)
@@ -42,7 +42,3 @@ def _predicted(row: Row) -> float | None:
         return None
     batch = row["shape"][0] // model.sequence
     return 1e6 * predict_layer(model, mesh, batch=batch, overlap=row["algorithm"] != "sequential")
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

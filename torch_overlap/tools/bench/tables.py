@@ -103,12 +103,12 @@ def _gemm_table(groups: Sequence[Group]) -> str:
         first = group.ours(group.mode)
         assert first is not None
         graph, eager = group.ours("graph"), group.ours("eager")
-        floor = first["floor_us"] / first["gemm_us"] if "floor_us" in first else None
+        others_us = [first.get("floor_us"), *[first["peers"].get(peer) for peer in peers]]
         lines.append(
             [
                 f"{group.label} {', '.join(map(str, group.shape))}", f"{first['gemm_us']:.0f}", _ours(group, graph),
-                _ratio(eager), f"{floor:.3f}" if floor else "-",
-                *[_over(first["peers"].get(peer), first["gemm_us"]) for peer in peers],
+                number(eager["ratio_gemm"] if eager else None, 3),
+                *[number(us and us / first["gemm_us"], 3) for us in others_us],
             ]
         )  # fmt: skip
     return markdown(lines)
@@ -125,14 +125,6 @@ def _ours(group: Group, row: Row | None) -> str:
     return text
 
 
-def _ratio(row: Row | None) -> str:
-    return f"{row['ratio_gemm']:.3f}" if row else "-"
-
-
-def _over(us: float | None, gemm_us: float) -> str:
-    return f"{us / gemm_us:.3f}" if us else "-"
-
-
 def _collective_table(groups: Sequence[Group]) -> str:
     peers = peers_of(groups)
     has_registered = any("auto registered" in group.rows[group.mode] for group in groups)
@@ -147,12 +139,15 @@ def _collective_table(groups: Sequence[Group]) -> str:
         lines.append(
             [
                 group.label, f"{row['us']:.1f}" + f" ({way})" * bool(way),
-                *[f"{other['us']:.1f}" if other else "-" for other in others],
-                f"{row['floor_us']:.1f}" if "floor_us" in row else "-",
-                *[f"{row['peers'][peer]:.1f}" if peer in row["peers"] else "-" for peer in peers],
+                *[number(other["us"] if other else None, 1) for other in others], number(row.get("floor_us"), 1),
+                *[number(row["peers"].get(peer), 1) for peer in peers],
             ]
         )  # fmt: skip
     return markdown(lines)
+
+
+def number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
