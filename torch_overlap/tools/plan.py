@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from torch_overlap.mesh._core import CostModel, Mesh
 from torch_overlap.mesh.cost import load_cost_model
 from torch_overlap.mesh.models import PRESETS, Transformer
 from torch_overlap.mesh.transformer import Prediction, best, predict
+from torch_overlap.tools.bench import plots
 
 __all__ = ["add_arguments", "run"]
 
@@ -220,17 +220,10 @@ def _scaling_table(scaling: Sequence[Prediction]) -> str:
 
 def draw(model: Transformer, found: Sequence[Prediction], scaling: Sequence[Prediction], path: Path) -> str:
     """Plots stacked bars of the step time and, if requested, the speed over the number of ranks."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not plots.can_plot():
         return "no plot: matplotlib is not installed (pip install matplotlib)"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(
-        1, 2 if scaling else 1, figsize=(14 if scaling else 9, 1.5 + 0.5 * max(len(found), 5)), layout="constrained",
-        squeeze=False,
-    )  # fmt: skip
+    height = 1.5 + 0.5 * max(len(found), 5)
+    figure, panels = plots.figure_of(14 if scaling else 9, height, columns=2 if scaling else 1)
     axes = panels[0][0]
     labels = [",".join(f"{name}={size}" for name, size in p.mesh.axes.items()) for p in found]
     left = [0.0] * len(found)
@@ -250,6 +243,5 @@ def draw(model: Transformer, found: Sequence[Prediction], scaling: Sequence[Pred
             xlabel="ranks", ylabel="Tflop/s a rank", ylim=(0, 1.1 * max(speeds)), title="best mesh, same work a rank"
         )
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    plots.save(figure, path, dpi=120)
     return f"wrote {path}"

@@ -19,21 +19,23 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
+def figure_of(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """Returns a figure and its panels, [row][column]."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, 1, figsize=(width, height), layout="constrained", squeeze=False)
+    return plt.subplots(rows, columns, figsize=(width, height), layout="constrained", squeeze=False)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path, dpi: int = DPI) -> None:
+    """Writes the file and closes the figure."""
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
     # No date and no version: the same numbers give the same file.
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    figure.savefig(path, dpi=dpi, metadata={"Software": None})
     plt.close(figure)
 
 
@@ -55,7 +57,7 @@ def bars(groups: Sequence[Group], title: str, path: Path) -> None:
     """Plots the time over that of the product without communication: ours and the peers of each case, the floor as a
     line across its bars."""
     peers = peers_of(groups)
-    figure, axes = _figure(max(7.0, 1.5 * len(groups)), 4)
+    figure, axes = figure_of(max(7.0, 1.5 * len(groups)), 4)
     plot = axes[0][0]
     rows = [(group.label, row) for group in groups if (row := group.ours(group.mode)) is not None]
     values = [[row["ratio_gemm"], *[row["peers"].get(peer, 0.0) / row["gemm_us"] for peer in peers]] for _, row in rows]
@@ -65,7 +67,7 @@ def bars(groups: Sequence[Group], title: str, path: Path) -> None:
     top = max((value for group in values for value in group), default=0.0)
     plot.set(ylabel="time / product alone (from 0.8)", title=title, ylim=(0.8, 1.02 * max(top, 1.0)))
     figure.legend(loc="outside lower center", ncols=2 + len(peers), fontsize="small")
-    _save(figure, path)
+    save(figure, path)
 
 
 def layers(rows: Sequence[tuple[str, dict[str, Any]]], title: str, path: Path) -> None:
@@ -77,7 +79,7 @@ def layers(rows: Sequence[tuple[str, dict[str, Any]]], title: str, path: Path) -
         path: the file to write.
     """
     peers = list(dict.fromkeys(peer for _, row in rows for peer in row["peers"]))
-    figure, axes = _figure(7, 4)
+    figure, axes = figure_of(7, 4)
     plot = axes[0][0]
     values = [
         [row["over_nccl"], *[row["peers"].get(peer, 0.0) / row["peers"]["nccl"] for peer in peers]] for _, row in rows
@@ -86,13 +88,13 @@ def layers(rows: Sequence[tuple[str, dict[str, Any]]], title: str, path: Path) -
     _draw_bars(plot, [label for label, _ in rows], ["ours", *peers], values, floors)
     plot.set(ylabel="time / time with NCCL (from 0.6)", title=title, ylim=(0.6, 1.05))
     figure.legend(loc="outside lower center", ncols=2 + len(peers), fontsize="small")
-    _save(figure, path)
+    save(figure, path)
 
 
 def lines(groups: Sequence[Group], title: str, path: Path) -> None:
     """Plots microseconds over the size of a collective."""
     peers = peers_of(groups)
-    figure, axes = _figure(7, 4)
+    figure, axes = figure_of(7, 4)
     plot = axes[0][0]
     rows = [(group.shape[0], row) for group in groups if (row := group.ours(group.mode))]
     sizes = [size for size, _ in rows]
@@ -109,12 +111,12 @@ def lines(groups: Sequence[Group], title: str, path: Path) -> None:
     plot.set(ylabel="microseconds", title=title)
     plot.grid(alpha=0.3)
     plot.legend(fontsize="small")
-    _save(figure, path)
+    save(figure, path)
 
 
 def timeline(timelines: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Plots one step of each variant, with a lane for products and one for communication."""
-    figure, axes = _figure(9, 0.6 + 1.1 * len(timelines), len(timelines))
+    figure, axes = figure_of(9, 0.6 + 1.1 * len(timelines), len(timelines))
     longest = max(span["start_us"] + span["us"] for line in timelines for span in line["spans"])
     lanes = [lane for lane in LANES if any(s["lane"] == lane for line in timelines for s in line["spans"])]
     for plot, line in zip((row[0] for row in axes), timelines, strict=True):
@@ -127,7 +129,7 @@ def timeline(timelines: Sequence[dict[str, Any]], title: str, path: Path) -> Non
         plot.tick_params(axis="x", labelsize="small")
     axes[-1][0].set_xlabel("microseconds")
     figure.suptitle(title, fontsize="medium")
-    _save(figure, path)
+    save(figure, path)
 
 
 def title_of(group: Group, gpu: str) -> str:
