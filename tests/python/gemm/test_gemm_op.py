@@ -23,12 +23,6 @@ raw = torch.ops.torch_overlap.gemm
 UTILITIES = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-@pytest.fixture
-def data(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape, dtype=torch.float32: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
 def check(got, want, terms=1.0):
     """Checks every element to the rounding of its dtype and of a float32 sum whose terms' magnitudes add up to
     `terms`."""

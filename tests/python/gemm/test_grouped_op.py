@@ -19,12 +19,6 @@ raw = torch.ops.torch_overlap.grouped_gemm
 SIZES = [(16, 24, 32), (0, 8, 32), (40, 24, 32), (8, 16, 0), (1, 5, 3)]  # m, n, k
 
 
-@pytest.fixture
-def data(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape, dtype=torch.float32: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
 def check(got, want, what=""):
     rtol = torch.finfo(got.dtype).eps
     atol = 1e-12 if got.dtype is torch.float64 else 1e-4
