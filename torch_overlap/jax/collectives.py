@@ -119,7 +119,11 @@ def _all_reduce(x: Array, axis: Axis, op: str) -> Array:
     return with_batches("all_reduce", run, 1)(x)
 
 
-@differentiable(lambda grad, axis, dim: (_reduce_scatter(grad, axis, dim, "sum"),))
+def _all_gather_backward(grad: Array, axis: Axis, dim: int) -> tuple[Array]:
+    return (_reduce_scatter(grad, axis, dim, "sum"),)
+
+
+@differentiable(_all_gather_backward)
 def _all_gather(x: Array, axis: Axis, dim: int) -> Array:
     def run(x: Array, dim: int) -> Array:
         shape = list(x.shape)
@@ -145,7 +149,11 @@ def _reduce_scatter(x: Array, axis: Axis, dim: int, op: str) -> Array:
     return with_batches("reduce_scatter", run, 1, dim)(x)
 
 
-@differentiable(lambda grad, axis, split_dim, concat_dim: (_all_to_all(grad, axis, concat_dim, split_dim),))
+def _all_to_all_backward(grad: Array, axis: Axis, split_dim: int, concat_dim: int) -> tuple[Array]:
+    return (_all_to_all(grad, axis, concat_dim, split_dim),)
+
+
+@differentiable(_all_to_all_backward)
 def _all_to_all(x: Array, axis: Axis, split_dim: int, concat_dim: int) -> Array:
     def run(x: Array, split_dim: int, concat_dim: int) -> Array:
         shape = list(x.shape)
@@ -157,8 +165,12 @@ def _all_to_all(x: Array, axis: Axis, split_dim: int, concat_dim: int) -> Array:
     return with_batches("all_to_all", run, 1, split_dim, concat_dim)(x)
 
 
-# The sum to the root: the others keep zeros. A permutation of the root's sum to itself says who is the root.
-@differentiable(lambda grad, axis, root: (_permute(_all_reduce(grad, axis, "sum"), axis, ((root, root),)),))
+def _broadcast_backward(grad: Array, axis: Axis, root: int) -> tuple[Array]:
+    # The sum to the root: the others keep zeros. A permutation of the root's sum to itself says who is the root.
+    return (_permute(_all_reduce(grad, axis, "sum"), axis, ((root, root),)),)
+
+
+@differentiable(_broadcast_backward)
 def _broadcast(x: Array, axis: Axis, root: int) -> Array:
     def run(x: Array) -> Array:
         return ffi_call("BroadcastHandler", result(x.shape, x.dtype), x, aliases={0: 0}, axis=axis.id, root=root)
@@ -166,7 +178,11 @@ def _broadcast(x: Array, axis: Axis, root: int) -> Array:
     return with_batches("broadcast", run, 1)(x)
 
 
-@differentiable(lambda grad, axis, pairs: (_permute(grad, axis, tuple((target, source) for source, target in pairs)),))
+def _permute_backward(grad: Array, axis: Axis, pairs: tuple[tuple[int, int], ...]) -> tuple[Array]:
+    return (_permute(grad, axis, tuple((target, source) for source, target in pairs)),)
+
+
+@differentiable(_permute_backward)
 def _permute(x: Array, axis: Axis, pairs: tuple[tuple[int, int], ...]) -> Array:
     def run(x: Array) -> Any:
         flat = np.array(pairs, np.int64).reshape(-1)

@@ -181,8 +181,8 @@ class _Recorder(SchemaCheckMode):
         func = _WITH_GRADIENT.get(func, func)
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
-        operands = pytree.tree_map_only(Tensor, _operand, (args, kwargs))
-        call = AtenCall(func, *operands, [])
+        operands, named = pytree.tree_map_only(Tensor, _operand, (args, kwargs))
+        call = AtenCall(func, operands, named, [])
         refuse_random(call)
         if self._depth == 0:
             refuse_strides(call)
@@ -191,7 +191,9 @@ class _Recorder(SchemaCheckMode):
         outputs = [t for t in outputs if isinstance(t, Tensor)]
         if not outputs:
             return result
-        call = AtenCall(func, *operands, [_operand(t) for t in outputs], is_sequence=not isinstance(result, Tensor))
+        call = AtenCall(
+            func, operands, named, [_operand(t) for t in outputs], is_sequence=not isinstance(result, Tensor)
+        )
         expansion = self._sharded(call, args) or EXPANSIONS.get(call.name)
         if expansion is not None:
             expanded = self._substitute(lambda: expansion(*args, **kwargs))
