@@ -16,8 +16,8 @@
 //   TORCH_OVERLAP_SAVED(x, weight)   // kept for backward
 //   static void backward(Backward<Op>& pass);
 //
-// It may add `static variable_list saved_results(const Op&, const variable_list& results)` and
-// `static variable_list non_differentiable(const variable_list& results)`. With a member
+// It may add `static variable_list saved_results(const Op&, const variable_list& results)`, beside
+// SAVED, and `static variable_list non_differentiable(const variable_list& results)`. With a member
 // kMaterializesGrads, backward() gets zeros for the gradient of a result that was not used.
 //
 // backward() finds saved complex tensors conjugated: the operators are products, and the gradient
@@ -115,12 +115,13 @@ class Backward {
     size_t field = 0;
     std::apply([&](auto&... fields) { (restore(fields, stored[field++]), ...); }, call.fields());
     gradients_.resize(num_operands_ + 1);  // the call itself is an argument, too
-    const auto tensors = context->get_saved_variables();
-    size_t next = 0;
+    // A graph without saved tensors may be used by several backward passes.
     if constexpr (requires { call.saved(); }) {
+      const auto tensors = context->get_saved_variables();
+      size_t next = 0;
       std::apply([&](auto&... fields) { (take(fields, tensors, next), ...); }, call.saved());
+      for (; next < tensors.size(); ++next) saved_results.push_back(conjugate(tensors[next]));
     }
-    for (; next < tensors.size(); ++next) saved_results.push_back(conjugate(tensors[next]));
   }
 
   // The attributes, and the tensors that were saved, conjugated. A tensor that was not is
@@ -153,16 +154,16 @@ class Backward {
                     return c10::ivalue::Tuple::create(std::vector<IValue>{stored_value(fields)...});
                   },
                   call.fields()));
-    variable_list tensors;
     if constexpr (requires { call.saved(); }) {
+      variable_list tensors;
       std::apply([&](const auto&... fields) { (append_tensors(fields, tensors), ...); },
                  call.saved());
+      if constexpr (requires { Op::saved_results(call, results); }) {
+        const auto kept = Op::saved_results(call, results);
+        tensors.insert(tensors.end(), kept.begin(), kept.end());
+      }
+      context->save_for_backward(std::move(tensors));
     }
-    if constexpr (requires { Op::saved_results(call, results); }) {
-      const auto kept = Op::saved_results(call, results);
-      tensors.insert(tensors.end(), kept.begin(), kept.end());
-    }
-    context->save_for_backward(std::move(tensors));
   }
 
  private:

@@ -304,10 +304,6 @@ def test_other_refusals(problem, seed):
         layer = tnn.ColumnParallelLinear(32, 32, comm, fp8=RECIPE)
         with pytest.raises(TypeError, match=r"expected x of float32, float16 or bfloat16 with fp8, got torch.float64"):
             layer(torch.ones(2, 32, dtype=torch.float64))
-        x = torch.ones(2, 32, requires_grad=True)
-        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
 
     run_ranks(rank, 2, backend="local")
 

@@ -121,19 +121,6 @@ def test_only_the_gradients_that_are_asked_are_computed(problem, seed, sequence_
     run_ranks(rank, 2, backend="local")
 
 
-def test_gradients_of_the_second_order_are_refused_without_sequence_parallelism(problem, seed):
-    linear, x = problem(seed).linear(4, 6, False), problem(seed)(4, 4)
-
-    def rank(comm):
-        mine = x.clone().requires_grad_()
-        layer = ColumnParallelLinear.from_linear(linear, comm, sequence_parallel=False)
-        (grad,) = torch.autograd.grad(layer(mine).square().sum(), mine, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
-
-    run_ranks(rank, 2, backend="local")
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -227,3 +227,10 @@ def test_a_mistake_is_an_error_that_says_what_to_do(message, needs_gradient):
             call(comm, integers, integers, algorithm="bulk")
 
     run_ranks(rank, 2, backend="local")
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_eight_ranks(collective, seed):
+    """A whole host."""
+    for algorithm in FORCED:
+        test_bulk_overlap_matmul(8, algorithm, collective, (3, 16), 1, seed)

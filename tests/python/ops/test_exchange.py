@@ -353,3 +353,10 @@ def test_a_mistake_is_an_error_that_says_what_to_do(message, needs_gradient):
             ops.all_to_all_matmul(torch.ones(4, 5), torch.ones(4, 10, dtype=torch.float64), comm)
 
     run_ranks(rank, 2, backend="local")
+
+
+@pytest.mark.parametrize("algorithm", FORCED)
+def test_eight_ranks(algorithm, seed):
+    """A whole host."""
+    test_gradients_of_all_to_all_matmul(8, algorithm, (16, 3), seed)
+    test_gradients_of_matmul_all_to_all(8, algorithm, (5, 3), seed)

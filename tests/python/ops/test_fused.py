@@ -424,3 +424,12 @@ def test_the_gathered_x_alone_is_used(algorithm, dtype, seed):
 def test_some_ranks_use_the_gathered_x(algorithm, users, create_graph, seed):
     """Each rank also has another number of features: local values do not select another algorithm."""
     on_ranks(gathered_by_some, 2, algorithm, seed, users, create_graph)
+
+
+@pytest.mark.parametrize("algorithm", FORCED)
+def test_eight_ranks(algorithm, seed):
+    """A whole host."""
+    test_all_gather_matmul(8, algorithm, (2, 3, 5), 1, torch.bfloat16, seed)
+    test_gradients_of_all_gather_matmul(8, algorithm, (3, 5), 0, False, seed)
+    test_matmul_reduce_scatter(8, algorithm, (2, 16, 5), 1, torch.bfloat16, "avg", seed)
+    test_matmul_all_reduce(8, algorithm, (9, 5), "sum", seed)

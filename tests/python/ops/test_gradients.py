@@ -189,3 +189,26 @@ def test_operators_without_gradient_refuse_inputs_that_need_one():
             assert torch.equal(ops.all_reduce_(x, comm), torch.full((4,), 2.0))
 
     run_ranks(rank, 2, backend="local")
+
+
+def two_losses_rank(comm):
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    calls = {
+        "all_reduce": lambda: ops.all_reduce(x, comm),
+        "all_gather": lambda: ops.all_gather(x, comm),
+        "reduce_scatter": lambda: ops.reduce_scatter(x, comm),
+        "all_to_all": lambda: ops.all_to_all(x, comm),
+        "broadcast": lambda: ops.broadcast(x, comm, 0),
+        "permute": lambda: ops.permute(x, comm, [(0, 1), (1, 0)]),
+    }
+    for name, call in calls.items():
+        x.grad = None
+        y = call()
+        y.sum().backward()
+        once = x.grad.clone()
+        (2 * y).sum().backward()
+        torch.testing.assert_close(x.grad, 3 * once, msg=name)
+
+
+def test_two_losses_may_share_a_collective_which_saves_nothing():
+    run_ranks(two_losses_rank, 2, backend="local")
