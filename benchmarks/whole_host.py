@@ -29,7 +29,8 @@ SLOW_TESTS = {"op_soak": 900.0, "graph_soak": 900.0, "own_gemm_soak": 900.0, "le
 TEST_SECONDS = 600.0
 COLLECTIVES = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 PRODUCTS = ["ag_gemm", "gemm_rs", "gemm_ar"]
-# Sizes around the limits of the custom collectives (collectives/select.cpp).
+# Protocols of the custom collectives that have limits, and sizes around these (collectives/select.cpp).
+PROTOCOLS = "auto,ll,ll128,simple,two_shot"
 LIMITS = ["1K", "8K", "64K", "256K", "512K", "1M", "2M", "4M", "8M", "16M"]
 
 
@@ -80,10 +81,9 @@ def measurements(ranks: int, out: Path, tiny: bool) -> list[Run]:
     runs += [
         Run("bench_exchanges", [*bench, "a2a_gemm", "gemm_a2a", *measured, "--set", "tiny" if tiny else "bf16",
                                 "--json", f"{results}/exchanges.json"], 600),
-        Run("bench_collectives", [*bench, *COLLECTIVES, *measured, *shapes, "--json", f"{results}/collectives.json"],
-            900),
-        Run("bench_limits", [*bench, *COLLECTIVES[:4], *measured, *shapes, *([] if tiny else ["--algorithm",
-                             "auto,ll,ll128,push"]), "--json", f"{results}/limits.json"], 900),
+        Run("bench_collectives", [*bench, *COLLECTIVES, *measured, *shapes,
+                                  *([] if tiny else ["--algorithm", PROTOCOLS]), "--json",
+                                  f"{results}/collectives.json"], 1800),
         Run("layer", torchrun(ranks, "benchmarks/layer.py", *models, "--out", results), 900),
         Run("train_step", torchrun(ranks, "benchmarks/train_step.py", *small, "--meshes", ",".join(meshes(ranks)),
                                    "--out", results), 900),

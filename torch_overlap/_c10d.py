@@ -18,15 +18,17 @@ and:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from torch_overlap import _tuning
 from torch_overlap._C import BackendOptions, InvalidTypeError, InvalidValueError, TorchComm, _BackendWrapper
 from torch_overlap._methods.arguments import describe
+
+if TYPE_CHECKING:  # a torch without torch.distributed has none
+    from torch.distributed import ProcessGroup
 
 BACKEND_NAME = "torch_overlap"
 

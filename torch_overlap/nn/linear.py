@@ -34,8 +34,8 @@ class ColumnParallelLinear(ParallelLinear):
     Without it nothing is sent forward, and the gradient of x is summed by matmul_all_reduce.
 
     Parameters: `weight` [out_features/n, in_features] and `bias` [out_features/n], with the dtype of x (or under
-    autocast); `weight0`, `bias0`, `weight1`, ... if out_features is a list, which share memory and are multiplied as
-    one, except with fp8. They are initialized like nn.Linear, as parts of one full weight: give all
+    autocast); `weight0`, `bias0`, `weight1`, ... if out_features is a list, which lie next to each other in memory and
+    are multiplied as one, except with fp8. They are initialized like nn.Linear, as parts of one full weight: give all
     ranks the same seed. Their gradients are complete.
 
     Args:

@@ -151,6 +151,7 @@ def test_every_function_of_cudas_lists_is_in_one_of_ours():
     listed = {name.split("::")[1].split(".")[0]
               for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
               if name.startswith("aten::")}  # fmt: skip
+    assert {"matmul", "softmax", "cross", "linalg_vector_norm"} <= listed
     known = _LOWER | _FLOAT32 | _WIDEST
     other = {"binary_cross_entropy", "conv_tbc", "convolution", "native_layer_norm", "nll_loss2d", "grid_sampler"}
 
