@@ -8,7 +8,6 @@ namespace {
 struct AllGather {
   using Result = Tensor;
   static constexpr const char* kName = "all_gather";
-  static constexpr bool kMaterializesGrads = true;
   Tensor x;
   int64_t dim;
   std::string_view comm;
@@ -78,7 +77,6 @@ struct AllGather {
 struct OwnPart {
   using Result = Tensor;
   static constexpr const char* kName = "_own_part";
-  static constexpr bool kMaterializesGrads = true;
   Tensor x;
   int64_t dim;
   std::string_view comm;

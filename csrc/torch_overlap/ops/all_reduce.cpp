@@ -9,7 +9,6 @@ namespace {
 struct AllReduce {
   using Result = Tensor;
   static constexpr const char* kName = "all_reduce";
-  static constexpr bool kMaterializesGrads = true;
   Tensor x;
   std::string_view op;
   std::string_view comm;

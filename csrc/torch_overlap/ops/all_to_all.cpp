@@ -8,7 +8,6 @@ namespace {
 struct AllToAll {
   using Result = Tensor;
   static constexpr const char* kName = "all_to_all";
-  static constexpr bool kMaterializesGrads = true;
   Tensor x;
   int64_t split_dim;
   int64_t concat_dim;

@@ -17,8 +17,9 @@
 //   static void backward(Backward<Op>& pass);
 //
 // It may add `static variable_list saved_results(const Op&, const variable_list& results)`, beside
-// SAVED, and `static variable_list non_differentiable(const variable_list& results)`. With a member
-// kMaterializesGrads, backward() gets zeros for the gradient of a result that was not used.
+// SAVED, and `static variable_list non_differentiable(const variable_list& results)`. The
+// backward() of a collective (collective.h), in which all ranks take part, gets zeros for the
+// gradient of a result that was not used.
 //
 // backward() finds saved complex tensors conjugated: the operators are products, and the gradient
 // of a factor has the conjugate of the other one.
@@ -273,7 +274,7 @@ class OpFunction : public Function<OpFunction<Op, kForward>> {
     const BelowAutograd guard;
     auto results = to_list(kForward(call));
     Backward<Op>::save(context, call, results);
-    context->set_materialize_grads(requires { Op::kMaterializesGrads; });
+    context->set_materialize_grads(requires { &Op::start; });
     if constexpr (requires { Op::non_differentiable(results); }) {
       context->mark_non_differentiable(Op::non_differentiable(results));
     }

@@ -16,7 +16,6 @@ Tensor rooted_out(std::string_view op, const Tensor& x, int64_t root) {
 struct Broadcast {
   using Result = Tensor;
   static constexpr const char* kName = "broadcast";
-  static constexpr bool kMaterializesGrads = true;
   Tensor x;
   int64_t root;
   std::string_view comm;
@@ -41,7 +40,6 @@ struct Broadcast {
 struct ReduceToRoot {
   using Result = Tensor;
   static constexpr const char* kName = "_reduce_to_root";
-  static constexpr bool kMaterializesGrads = true;
   Tensor x;
   int64_t root;
   std::string_view comm;

@@ -5,7 +5,6 @@
 // A collective of one tensor: an operator that operator.h describes, whose first field is
 // `Tensor x`, with a form `<name>_async`. It adds:
 //
-//   static constexpr bool kMaterializesGrads = true;    // all ranks take part in the backward pass
 //   Tensor allocate() const;                            // checks the call; allocates its result
 //   StartedOp start(bool async_op) const;
 //   static void backward(Backward<Op>& pass);

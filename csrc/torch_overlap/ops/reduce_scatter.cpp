@@ -8,7 +8,6 @@ namespace {
 struct ReduceScatter {
   using Result = Tensor;
   static constexpr const char* kName = "reduce_scatter";
-  static constexpr bool kMaterializesGrads = true;
   Tensor x;
   int64_t dim;
   std::string_view op;

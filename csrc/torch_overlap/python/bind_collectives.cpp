@@ -27,37 +27,38 @@ using CommClass = py::class_<TorchComm, std::shared_ptr<TorchComm>>;
 
 // Converts the arguments of a binding to those of the operation. The only integer is the root.
 template <typename T>
-struct Argument {
+struct CallArgument {
   using Type = T;
   static T convert(const char* /*op*/, T value) { return static_cast<T>(value); }
 };
 template <>
-struct Argument<int> {
+struct CallArgument<int> {
   using Type = int64_t;
   static int convert(const char* op, int64_t value) { return to_int(op, "root", value); }
 };
 template <>
-struct Argument<const ReduceOp&> {
+struct CallArgument<const ReduceOp&> {
   using Type = H;
   static const ReduceOp& convert(const char* op, H value) { return to_reduce_op(op, value); }
 };
 
 // Binds "_<name>", whose arguments are those of a method that ends with async_op and options.
 template <typename Options, typename... All>
-void def(CommClass& comm, const char* name, WorkPtr (TorchComm::*method)(All...)) {
+void bind_method(CommClass& comm, const char* name, WorkPtr (TorchComm::*method)(All...)) {
   [&]<size_t... I>(std::index_sequence<I...>) {
     using Types = std::tuple<All...>;
-    comm.def(concat("_", name).c_str(),
-             [name, method](TorchComm& self,
-                            typename Argument<std::tuple_element_t<I, Types>>::Type... arguments,
-                            H async_op, H hints, H timeout, H options) {
-               const std::tuple<std::tuple_element_t<I, Types>...> converted{
-                   Argument<std::tuple_element_t<I, Types>>::convert(name, arguments)...};
-               return run_operation<Options>(
-                   name, async_op, hints, timeout, options, [&](bool is_async, const OpOptions& o) {
-                     return (self.*method)(std::get<I>(converted)..., is_async, o);
-                   });
-             });
+    comm.def(
+        concat("_", name).c_str(),
+        [name, method](TorchComm& self,
+                       typename CallArgument<std::tuple_element_t<I, Types>>::Type... arguments,
+                       H async_op, H hints, H timeout, H options) {
+          const std::tuple<std::tuple_element_t<I, Types>...> converted{
+              CallArgument<std::tuple_element_t<I, Types>>::convert(name, arguments)...};
+          return run_operation<Options>(
+              name, async_op, hints, timeout, options, [&](bool is_async, const OpOptions& o) {
+                return (self.*method)(std::get<I>(converted)..., is_async, o);
+              });
+        });
   }(std::make_index_sequence<sizeof...(All) - 2>());
 }
 
@@ -65,19 +66,20 @@ void def(CommClass& comm, const char* name, WorkPtr (TorchComm::*method)(All...)
 
 void register_collectives(py::module_& module) {
   CommClass comm(module.attr("TorchComm"));
-  def<BroadcastOptions>(comm, "broadcast", &TorchComm::broadcast);
-  def<AllReduceOptions>(comm, "all_reduce", &TorchComm::all_reduce);
-  def<ReduceOptions>(comm, "reduce", &TorchComm::reduce);
-  def<BarrierOptions>(comm, "barrier", &TorchComm::barrier);
-  def<AllGatherOptions>(comm, "all_gather", &TorchComm::all_gather);
-  def<AllGatherOptions>(comm, "all_gather_v", &TorchComm::all_gather_v);
-  def<AllGatherSingleOptions>(comm, "all_gather_single", &TorchComm::all_gather_single);
-  def<ReduceScatterOptions>(comm, "reduce_scatter", &TorchComm::reduce_scatter);
-  def<ReduceScatterOptions>(comm, "reduce_scatter_v", &TorchComm::reduce_scatter_v);
-  def<ReduceScatterSingleOptions>(comm, "reduce_scatter_single", &TorchComm::reduce_scatter_single);
-  def<AllToAllOptions>(comm, "all_to_all", &TorchComm::all_to_all);
-  def<AllToAllSingleOptions>(comm, "all_to_all_single", &TorchComm::all_to_all_single);
-  def<AllToAllvSingleOptions>(comm, "all_to_all_v_single", &TorchComm::all_to_all_v_single);
+  bind_method<BroadcastOptions>(comm, "broadcast", &TorchComm::broadcast);
+  bind_method<AllReduceOptions>(comm, "all_reduce", &TorchComm::all_reduce);
+  bind_method<ReduceOptions>(comm, "reduce", &TorchComm::reduce);
+  bind_method<BarrierOptions>(comm, "barrier", &TorchComm::barrier);
+  bind_method<AllGatherOptions>(comm, "all_gather", &TorchComm::all_gather);
+  bind_method<AllGatherOptions>(comm, "all_gather_v", &TorchComm::all_gather_v);
+  bind_method<AllGatherSingleOptions>(comm, "all_gather_single", &TorchComm::all_gather_single);
+  bind_method<ReduceScatterOptions>(comm, "reduce_scatter", &TorchComm::reduce_scatter);
+  bind_method<ReduceScatterOptions>(comm, "reduce_scatter_v", &TorchComm::reduce_scatter_v);
+  bind_method<ReduceScatterSingleOptions>(comm, "reduce_scatter_single",
+                                          &TorchComm::reduce_scatter_single);
+  bind_method<AllToAllOptions>(comm, "all_to_all", &TorchComm::all_to_all);
+  bind_method<AllToAllSingleOptions>(comm, "all_to_all_single", &TorchComm::all_to_all_single);
+  bind_method<AllToAllvSingleOptions>(comm, "all_to_all_v_single", &TorchComm::all_to_all_v_single);
   comm.def("_send",
            [](TorchComm& self, const Tensor& tensor, int64_t dst, H async_op, H hints, H timeout,
               H options, const std::optional<int64_t>& tag) {
