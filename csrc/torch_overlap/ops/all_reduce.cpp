@@ -38,10 +38,9 @@ struct AllReduce {
   static void backward(Backward<AllReduce>& pass) {
     const AllReduce& call = pass.call;
     const double scale = gradient_scale(kName, call.op, call.group_size, call.factor);
-    Tensor grad =
-        call.grad == "R"
-            ? ops::all_reduce(pass.grads[0], "sum", call.comm, call.group_size)
-            : invariant_to_replicated(pass.grads[0], std::string(call.comm), call.group_size);
+    Tensor grad = call.grad == "R"
+                      ? ops::all_reduce(pass.grads[0], "sum", call.comm, call.group_size)
+                      : invariant_to_replicated(pass.grads[0], call.comm, call.group_size);
     if (scale != 1) grad = grad.mul(scale);
     pass.set(call.x, std::move(grad));
   }

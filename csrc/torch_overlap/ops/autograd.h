@@ -17,9 +17,9 @@
 //   static void backward(Backward<Op>& pass);
 //
 // It may add `static variable_list saved_results(const Op&, const variable_list& results)`, beside
-// SAVED, and `static variable_list non_differentiable(const variable_list& results)`. The
-// backward() of a collective (collective.h), in which all ranks take part, gets zeros for the
-// gradient of a result that was not used.
+// SAVED, and `static variable_list non_differentiable(const variable_list& results)`. An operator
+// without SAVED is a collective or a cast, in whose backward() all ranks take part: it gets zeros
+// for the gradient of a result that was not used.
 //
 // backward() finds saved complex tensors conjugated: the operators are products, and the gradient
 // of a factor has the conjugate of the other one.
@@ -66,6 +66,8 @@ inline bool needs_autograd(const OptionalTensors& field) {
 template <typename Attribute>
   requires(std::is_arithmetic_v<Attribute> || std::is_enum_v<Attribute> ||
            std::is_same_v<Attribute, std::string_view> ||
+           std::is_same_v<Attribute, std::vector<int64_t>> ||
+           std::is_same_v<Attribute, std::vector<c10::SymInt>> ||
            std::is_same_v<Attribute, OptionalScalar> || std::is_same_v<Attribute, MainGrads>)
 bool needs_autograd(const Attribute&) {
   return false;
@@ -212,6 +214,8 @@ class Backward {
       return static_cast<int64_t>(operands.exists << 8 | operands.count);
     } else if constexpr (std::is_same_v<Field, std::string_view>) {
       return std::string(field);
+    } else if constexpr (std::is_same_v<Field, std::vector<c10::SymInt>>) {
+      return c10::SymIntArrayRef(field);
     } else {
       return field;
     }
@@ -228,6 +232,8 @@ class Backward {
       operands_.push_back(operands);
     } else if constexpr (std::is_same_v<Field, std::string_view>) {
       field = value.toStringRef();
+    } else if constexpr (std::is_same_v<Field, std::vector<c10::SymInt>>) {
+      field = value.toSymIntVector();
     } else {
       field = value.to<Field>();
     }
@@ -274,7 +280,7 @@ class OpFunction : public Function<OpFunction<Op, kForward>> {
     const BelowAutograd guard;
     auto results = to_list(kForward(call));
     Backward<Op>::save(context, call, results);
-    context->set_materialize_grads(requires { &Op::start; });
+    context->set_materialize_grads(!requires { call.saved(); });
     if constexpr (requires { Op::non_differentiable(results); }) {
       context->mark_non_differentiable(Op::non_differentiable(results));
     }

@@ -43,9 +43,9 @@ template <>
 struct ParameterType<OptionalScalar> {
   using type = const OptionalScalar&;
 };
-template <>
-struct ParameterType<std::vector<Tensor>> {
-  using type = at::TensorList;
+template <typename Element>
+struct ParameterType<std::vector<Element>> {
+  using type = at::ArrayRef<Element>;
 };
 template <>
 struct ParameterType<OptionalTensors> {
@@ -79,7 +79,7 @@ class OperatorOf<Op, std::tuple<const Fields&...>> {
  private:
   template <typename Field>
   static Field field(Parameter<Field> argument) {
-    if constexpr (std::is_same_v<Field, std::vector<Tensor>>) {
+    if constexpr (requires { typename Field::allocator_type; }) {  // std::vector
       return argument.vec();
     } else if constexpr (std::is_same_v<Field, std::optional<Tensor>>) {
       return argument && argument->defined() ? argument : std::nullopt;

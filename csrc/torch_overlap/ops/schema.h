@@ -32,6 +32,10 @@ inline constexpr std::string_view kSchemaType<MainGrads> = "Tensor[]?";
 template <>
 inline constexpr std::string_view kSchemaType<at::IntArrayRef> = "int[]";
 template <>
+inline constexpr std::string_view kSchemaType<std::vector<int64_t>> = "int[]";
+template <>
+inline constexpr std::string_view kSchemaType<std::vector<c10::SymInt>> = "SymInt[]";
+template <>
 inline constexpr std::string_view kSchemaType<std::optional<at::Scalar>> = "Scalar?";
 template <>
 inline constexpr std::string_view kSchemaType<at::ScalarType> = "ScalarType";
