@@ -13,10 +13,10 @@ from torch_overlap.mesh.dynamo import NOT_IN_A_GRAPH
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.value_spec import gradient_of, spec_of, target_of, with_invariant_rest
 
-__all__ = ["AUTOGRAD", "begin"]
+__all__ = ["AUTOGRAD", "begin_backward"]
 
 
-def begin(y: Sharded, gradient: Sharded | None, op: str = "backward") -> tuple[Tensor, Tensor]:
+def begin_backward(y: Sharded, gradient: Sharded | None, op: str = "backward") -> tuple[Tensor, Tensor]:
     """Returns the local tensor that a backward pass starts at, and its gradient."""
     if gradient is None:
         if y.shape.numel() != 1:
@@ -33,7 +33,7 @@ def begin(y: Sharded, gradient: Sharded | None, op: str = "backward") -> tuple[T
     return y.local, gradient._reshard(gradient_of(y.spec).layout).local
 
 
-def _several(op: str, values: Any, what: str) -> list[Sharded]:
+def _as_sharded(op: str, values: Any, what: str) -> list[Sharded]:
     found: list[Any] = [values] if isinstance(values, Sharded | Tensor) else list(values)
     for value in found:
         if not isinstance(value, Sharded):
@@ -43,23 +43,23 @@ def _several(op: str, values: Any, what: str) -> list[Sharded]:
     return found
 
 
-def _all(op: str, tensors: Any, gradients: Any) -> tuple[list[Tensor], list[Tensor]]:
+def _begin_all(op: str, tensors: Any, gradients: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the local tensors that a backward pass of several values starts at."""
-    outputs = _several(op, tensors, "values")
+    outputs = _as_sharded(op, tensors, "values")
     given: list[Any] = [None] * len(outputs)
     if gradients is not None:
         given = [gradients] if isinstance(gradients, Sharded | Tensor) else list(gradients)
     if len(given) != len(outputs):
         raise InvalidValueError(f"{op}: expected a gradient for each of {len(outputs)} values, got {len(given)}")
-    pairs = [begin(y, g, op) for y, g in zip(outputs, given, strict=True)]
+    pairs = [begin_backward(y, g, op) for y, g in zip(outputs, given, strict=True)]
     return [local for local, _ in pairs], [own for _, own in pairs]
 
 
 @torch.compiler.disable(reason=NOT_IN_A_GRAPH)  # type: ignore[untyped-decorator]
 def _backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
               grad_variables: Any = None, inputs: Any = None) -> None:  # fmt: skip
-    roots = _all("backward", tensors, grad_tensors)
-    leaves = None if inputs is None else [x.local for x in _several("backward", inputs, "inputs")]
+    roots = _begin_all("backward", tensors, grad_tensors)
+    leaves = None if inputs is None else [x.local for x in _as_sharded("backward", inputs, "inputs")]
     torch.autograd.backward(*roots, retain_graph, create_graph, inputs=leaves)
 
 
@@ -69,8 +69,8 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: boo
           is_grads_batched: bool = False, materialize_grads: bool = False) -> tuple[Sharded | None, ...]:  # fmt: skip
     if is_grads_batched:
         raise InvalidValueError("grad: expected is_grads_batched=False of Sharded values, got True; use mesh.vmap")
-    sources = _several("grad", inputs, "inputs")
-    roots, own = _all("grad", outputs, grad_outputs)
+    sources = _as_sharded("grad", inputs, "inputs")
+    roots, own = _begin_all("grad", outputs, grad_outputs)
     allow_unused = materialize_grads if allow_unused is None else allow_unused
     found: Sequence[Tensor | None] = torch.autograd.grad(
         roots, [x.local for x in sources], own, retain_graph, create_graph, only_inputs, allow_unused,
