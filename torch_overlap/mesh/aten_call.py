@@ -102,7 +102,7 @@ class AtenCall:
                 store[key][place] = tensor
         return args, kwargs
 
-    def run(self) -> Callable[[Sequence[Any]], Any]:
+    def as_function(self) -> Callable[[Sequence[Any]], Any]:
         """Returns the operator as a function of its inputs only."""
         target, kwargs = self.target, self.kwargs
         if all(isinstance(key, int) and place is None for key, place in self._places):

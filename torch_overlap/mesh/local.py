@@ -87,7 +87,7 @@ def _on_device(call: AtenCall, device: torch.device | None) -> Local:
     places = [i for i, arg in enumerate(call.args) if isinstance(arg, torch.device)]
     names = [name for name, arg in call.kwargs.items() if isinstance(arg, torch.device)]
     if not places and not names:
-        return call.run()
+        return call.as_function()
 
     def local(tensors: Sequence[Tensor]) -> Any:
         args, kwargs = call.bind(tensors)
@@ -233,7 +233,7 @@ def _conv(parts: _Parts) -> Local | None:
         return None
     args = list(call.args)
     args[place] = here
-    return call.with_arguments(args).run()
+    return call.with_arguments(args).as_function()
 
 
 def _of_nothing(parts: _Parts) -> Local | None:

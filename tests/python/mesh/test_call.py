@@ -36,7 +36,7 @@ def test_a_call_knows_its_tensors() -> None:
     assert call.argument(1, "dim", 0) == 1
     assert call.argument(2, "other", "default") == "default"
     a, b = torch.randn(4, 6), torch.randn(4, 6)
-    assert call.run()([a, b]).equal(torch.cat((a, b), 1))
+    assert call.as_function()([a, b]).equal(torch.cat((a, b), 1))
     args, kwargs = call.bind([a, b])
     assert args[0][0] is a
     assert args[0][1] is b

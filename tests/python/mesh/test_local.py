@@ -276,7 +276,7 @@ def check_gradients(call: AtenCall, tensors: list[Tensor], mesh: Mesh, rng: rand
     if any(kind != "sum" for layout in chosen.outputs for kind in layout.partial.values()):
         return  # gradients of maxima are refused
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
-    outputs = call.run()([x.clone() for x in leaves])
+    outputs = call.as_function()([x.clone() for x in leaves])
     outputs = list(outputs) if call.is_sequence else [outputs]
     places = [i for i, x in enumerate(outputs) if x.requires_grad]
     if not places:
