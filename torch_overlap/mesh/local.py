@@ -13,7 +13,7 @@ from torch_overlap.mesh._core import Layout, OpRule
 from torch_overlap.mesh.aten_call import AtenCall
 from torch_overlap.mesh.local_take import IndexedDim, local_gather, local_take
 from torch_overlap.mesh.random_ops import refuse_random
-from torch_overlap.mesh.rules_move import RESHAPES, taken_index, whole
+from torch_overlap.mesh.rules_move import RESHAPES, dims_of_argument, taken_index
 
 __all__ = ["Local", "local_call"]
 
@@ -149,7 +149,7 @@ def _mean(parts: _Parts) -> Local | None:
     """Sums over this rank's part and divides by the global number of elements."""
     call, (shape,) = parts.call, parts.inputs
     x, out = call.inputs[0], call.outputs[0].dtype
-    dims = whole(call, 1, "dim", None)
+    dims = dims_of_argument(call, 1, "dim", None)
     if all(shape[d] == x.shape[d] for d in dims):
         return None
     keepdim = bool(call.argument(2, "keepdim", False))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_overlap.mesh._core import OpRule
 from torch_overlap.mesh.aten_call import AtenCall
-from torch_overlap.mesh.rules_move import equation, names_of, whole
+from torch_overlap.mesh.rules_move import dims_of_argument, equation, names_of
 
 __all__ = ["COMPUTE"]
 
@@ -44,7 +44,7 @@ def _whole_along(call: AtenCall) -> OpRule | None:
     argmax, logsumexp, sort."""
     shape = call.inputs[0].shape
     index, name, default = _DIMS.get(call.name, (1, "dim", None))
-    dims = whole(call, index, name, default)
+    dims = dims_of_argument(call, index, name, default)
     inside = names_of(shape, whole=dims)
     outs = []
     for out in call.outputs:

@@ -8,7 +8,7 @@ from typing import Any
 from torch_overlap.mesh._core import OpRule
 from torch_overlap.mesh.aten_call import AtenCall
 
-__all__ = ["MOVES", "RESHAPES", "equation", "names_of", "taken_index", "whole"]
+__all__ = ["MOVES", "RESHAPES", "dims_of_argument", "equation", "names_of", "taken_index"]
 
 Shape = tuple[int, ...]
 
@@ -25,7 +25,7 @@ def equation(inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) 
     return " -> ".join(", ".join(" ".join(dims) for dims in side) for side in (inputs, outputs))
 
 
-def whole(call: AtenCall, index: int, name: str, default: Any) -> list[int]:
+def dims_of_argument(call: AtenCall, index: int, name: str, default: Any) -> list[int]:
     """Returns the dimensions of the first operand that an argument names, counted from 0; all if it names none."""
     rank = len(call.inputs[0].shape)
     dims = call.argument(index, name, default)
