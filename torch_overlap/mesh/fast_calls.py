@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +25,15 @@ def fast_call(func: Callable[..., Any], args: Sequence[Any]) -> AtenCall | None:
         return None
     if entry is None or not args or not isinstance(args[0], Operand):
         return None
-    target, shape_of, dtype = entry
     first = args[0]
     if first.dtype not in _FLOATS:
         return None
     for arg in args[1:]:
-        if not (isinstance(arg, Operand) and arg.dtype == first.dtype):
-            if shape_of is not _broadcast or type(arg) not in (int, float):
-                return None
-            if dtype is torch.bool:
-                return None  # a comparison with a number is another overload
-    shape = shape_of(*(arg.shape if isinstance(arg, Operand) else () for arg in args))
-    return None if shape is None else AtenCall(target, args, {}, [Operand(shape, dtype or first.dtype)])
+        is_number = entry.accepts_numbers and type(arg) in (int, float)
+        if not is_number and not (isinstance(arg, Operand) and arg.dtype == first.dtype):
+            return None
+    shape = entry.shape_of(*(arg.shape if isinstance(arg, Operand) else () for arg in args))
+    return None if shape is None else AtenCall(entry.target, args, {}, [Operand(shape, entry.dtype or first.dtype)])
 
 
 def _same(*shapes: Shape) -> Shape | None:
@@ -91,18 +88,22 @@ def _linear(*shapes: Shape) -> Shape | None:
     return (*x[:-1], weight[0])
 
 
-_Entry = tuple[Any, Callable[..., "Shape | None"], "torch.dtype | None"]
+class _Entry(NamedTuple):
+    target: Any
+    shape_of: Callable[..., Shape | None]
+    dtype: torch.dtype | None = None  # of the result; None means that of the operands
+    accepts_numbers: bool = False  # as the second argument of this overload
 
 
 def _table() -> dict[Any, _Entry]:
     table: dict[Any, _Entry] = {}
 
-    def add(target: Any, shape: Callable[..., Shape | None], names: str, dtype: torch.dtype | None = None) -> None:
+    def add(target: Any, shape_of: Callable[..., Shape | None], names: str, **properties: Any) -> None:
         for name in names.split():
             for where in (torch, torch.Tensor, F):
                 function = getattr(where, name, None)
                 if function is not None:
-                    table[function] = (target, shape, dtype)
+                    table[function] = _Entry(target, shape_of, **properties)
 
     for name in ("relu", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "abs", "erf", "log1p", "expm1",
                  "reciprocal"):  # fmt: skip
@@ -112,23 +113,19 @@ def _table() -> dict[Any, _Entry]:
     add(_ATEN.gelu.default, _same, "gelu")
     add(_ATEN.contiguous.default, _same, "contiguous")
     add(_ATEN.detach.default, _same, "detach")
-    add(_ATEN.add.Tensor, _broadcast, "add __add__ __radd__")
-    add(_ATEN.sub.Tensor, _broadcast, "sub __sub__")
-    add(_ATEN.mul.Tensor, _broadcast, "mul __mul__ __rmul__")
-    add(_ATEN.div.Tensor, _broadcast, "div __truediv__")
+    add(_ATEN.add.Tensor, _broadcast, "add __add__ __radd__", accepts_numbers=True)
+    add(_ATEN.sub.Tensor, _broadcast, "sub __sub__", accepts_numbers=True)
+    add(_ATEN.mul.Tensor, _broadcast, "mul __mul__ __rmul__", accepts_numbers=True)
+    add(_ATEN.div.Tensor, _broadcast, "div __truediv__", accepts_numbers=True)
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        add(getattr(_ATEN, name).Tensor, _broadcast, f"{name} __{name}__", torch.bool)
-    add(_ATEN.maximum.default, _tensors, "maximum")
-    add(_ATEN.minimum.default, _tensors, "minimum")
+        add(getattr(_ATEN, name).Tensor, _broadcast, f"{name} __{name}__", dtype=torch.bool)
+    add(_ATEN.maximum.default, _broadcast, "maximum")
+    add(_ATEN.minimum.default, _broadcast, "minimum")
     add(_ATEN.matmul.default, _matmul, "matmul __matmul__")
     add(_ATEN.mm.default, _mm, "mm")
     add(_ATEN.bmm.default, _bmm, "bmm")
     add(_ATEN.linear.default, _linear, "linear")
     return table
-
-
-def _tensors(*shapes: Shape) -> Shape | None:
-    return _broadcast(*shapes)
 
 
 _TABLE = _table()
