@@ -15,9 +15,9 @@ from torch_overlap.mesh.local_take import IndexedDim, local_gather, local_take
 from torch_overlap.mesh.random_ops import refuse_random
 from torch_overlap.mesh.rules_move import RESHAPES, dims_of_argument, taken_index
 
-__all__ = ["Local", "local_call"]
+__all__ = ["LocalFunction", "local_call"]
 
-Local = Callable[[Sequence[Tensor]], Any]
+LocalFunction = Callable[[Sequence[Tensor]], Any]
 
 
 def local_call(
@@ -27,7 +27,7 @@ def local_call(
     output_layouts: Sequence[Layout],
     rank: int,
     device: torch.device | None = None,
-) -> Local:
+) -> LocalFunction:
     """Returns the operator on the parts of one rank. It takes the local tensors, in the order of call.inputs, and
     returns a tensor, or a tuple or list if the operator does.
 
@@ -58,7 +58,7 @@ def local_call(
     if rule is None:
         return _as_captured(call, _on_device(call, device))
     make = _TABLE.get(call.name)
-    local = make(parts) if make is not None and parts.is_cut() else None
+    local = make(parts) if make is not None and parts.is_sharded_or_view() else None
     return _on_device(call, device) if local is None else local
 
 
@@ -69,8 +69,8 @@ class _Parts(NamedTuple):
     layouts: list[Layout]
     rank: int
 
-    def is_cut(self) -> bool:
-        """Returns True if any operand is cut, or the operator may return a view of contiguous memory."""
+    def is_sharded_or_view(self) -> bool:
+        """Returns True if a tensor is sharded, or if the operator is a view, which local strides may not allow."""
         call = self.call
         return call.name in RESHAPES or any(
             local != operand.shape
@@ -82,7 +82,7 @@ class _Parts(NamedTuple):
         return self.layouts[index].offsets(self.call.inputs[index].shape, self.rank)[dim]
 
 
-def _on_device(call: AtenCall, device: torch.device | None) -> Local:
+def _on_device(call: AtenCall, device: torch.device | None) -> LocalFunction:
     """Returns the operator, with devices among its arguments replaced by the device of the inputs."""
     places = [i for i, arg in enumerate(call.args) if isinstance(arg, torch.device)]
     names = [name for name, arg in call.kwargs.items() if isinstance(arg, torch.device)]
@@ -100,7 +100,7 @@ def _on_device(call: AtenCall, device: torch.device | None) -> Local:
     return local
 
 
-def _as_captured(call: AtenCall, local: Local) -> Local:
+def _as_captured(call: AtenCall, local: LocalFunction) -> LocalFunction:
     """Returns `local` on operands with the strides of the capture.
 
     A composite operator of torch selects the operators that it calls by strides, and some of these read memory with
@@ -135,17 +135,17 @@ def _zeros_with_gradient(shape: Sequence[int], value: Any, dtype: torch.dtype, t
     return out
 
 
-def _reshape(parts: _Parts) -> Local:
+def _reshape(parts: _Parts) -> LocalFunction:
     shape = parts.outputs[0]
     return lambda tensors: tensors[0].reshape(shape)
 
 
-def _expand(parts: _Parts) -> Local:
+def _expand(parts: _Parts) -> LocalFunction:
     shape = parts.outputs[0]
     return lambda tensors: tensors[0].expand(shape)
 
 
-def _mean(parts: _Parts) -> Local | None:
+def _mean(parts: _Parts) -> LocalFunction | None:
     """Sums over this rank's part and divides by the global number of elements."""
     call, (shape,) = parts.call, parts.inputs
     x, out = call.inputs[0], call.outputs[0].dtype
@@ -158,7 +158,7 @@ def _mean(parts: _Parts) -> Local | None:
     return lambda tensors: (tensors[0].sum(dims, keepdim, dtype=inside) / count).to(out)
 
 
-def _extreme(parts: _Parts) -> Local | None:
+def _min_max(parts: _Parts) -> LocalFunction | None:
     """Returns the identity of the maximum or minimum for an empty part."""
     call, dtype = parts.call, parts.call.outputs[0].dtype
     if len(call.inputs) != 1 or len(call.outputs) != 1 or 0 not in parts.inputs[0]:
@@ -173,7 +173,7 @@ def _extreme(parts: _Parts) -> Local | None:
     return lambda tensors: _zeros_with_gradient(shape, value, dtype, tensors)
 
 
-def _pieces(parts: _Parts) -> Local | None:
+def _whole_slice(parts: _Parts) -> LocalFunction | None:
     """Handles a slice of everything, also along a sharded dimension."""
     call = parts.call
     if len(call.outputs) != 1 or call.outputs[0].shape != call.inputs[0].shape:
@@ -183,23 +183,23 @@ def _pieces(parts: _Parts) -> Local | None:
     return lambda tensors: tensors[0].view_as(tensors[0])
 
 
-def _embedding(parts: _Parts) -> Local | None:
+def _embedding(parts: _Parts) -> LocalFunction | None:
     taken = _taken(parts, 0)
     return None if taken is None else local_take(taken, padding=int(parts.call.argument(2, "padding_idx", -1)))
 
 
-def _index_select(parts: _Parts) -> Local | None:
+def _index_select(parts: _Parts) -> LocalFunction | None:
     taken = _taken(parts, int(parts.call.args[1]))
     return None if taken is None else local_take(taken)
 
 
-def _index(parts: _Parts) -> Local | None:
+def _index(parts: _Parts) -> LocalFunction | None:
     dim = taken_index(parts.call)
     taken = None if dim is None else _taken(parts, dim, wraps_negative=True)
     return None if taken is None else local_take(taken)
 
 
-def _gather(parts: _Parts) -> Local | None:
+def _gather(parts: _Parts) -> LocalFunction | None:
     taken = _taken(parts, int(parts.call.args[1]))
     return None if taken is None else local_gather(taken)
 
@@ -214,7 +214,7 @@ def _taken(parts: _Parts, dim: int, *, wraps_negative: bool = False) -> IndexedD
     return IndexedDim(parts.call.name, dim, shape[dim], own, parts.offset(0, dim), wraps_negative)
 
 
-def _conv(parts: _Parts) -> Local | None:
+def _conv(parts: _Parts) -> LocalFunction | None:
     """Uses the number of local groups. Without local channels, only the bias remains."""
     call, (x, weight) = parts.call, parts.inputs[:2]
     place = 8 if call.name == "convolution" else 6
@@ -236,7 +236,7 @@ def _conv(parts: _Parts) -> Local | None:
     return call.with_arguments(args).as_function()
 
 
-def _of_nothing(parts: _Parts) -> Local | None:
+def _empty_result(parts: _Parts) -> LocalFunction | None:
     """Handles an empty result, which some torch kernels refuse."""
     if 0 not in parts.outputs[0]:
         return None
@@ -244,16 +244,16 @@ def _of_nothing(parts: _Parts) -> Local | None:
     return lambda tensors: _zeros_with_gradient(shape, 0, dtype, tensors)
 
 
-_TABLE: dict[str, Callable[[_Parts], Local | None]] = {
+_TABLE: dict[str, Callable[[_Parts], LocalFunction | None]] = {
     **dict.fromkeys(sorted(RESHAPES), _reshape),
     **dict.fromkeys(("expand", "broadcast_to", "expand_copy"), _expand),
     "mean": _mean,
-    **dict.fromkeys(("amax", "amin", "max", "min"), _extreme),
-    **dict.fromkeys(("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split"), _pieces),
+    **dict.fromkeys(("amax", "amin", "max", "min"), _min_max),
+    **dict.fromkeys(("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split"), _whole_slice),
     "embedding": _embedding,
     "index_select": _index_select,
     "index": _index,
     "gather": _gather,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _conv),
-    **dict.fromkeys(("scaled_dot_product_attention", "batch_norm"), _of_nothing),
+    **dict.fromkeys(("scaled_dot_product_attention", "batch_norm"), _empty_result),
 }
