@@ -30,7 +30,6 @@ torch.utils._pytree.register_constant(Layout)
 __all__ = [
     "NOT_IN_A_GRAPH",
     "DynamoConstant",
-    "as_constant",
     "as_dynamo_constant",
     "cache_in_dynamo",
     "caching_moves",
@@ -42,7 +41,7 @@ __all__ = [
 
 NOT_IN_A_GRAPH = "backward passes of Sharded values run outside of the graph: call backward or grad after the function"
 
-_MARK = "torch_overlap_mesh_"
+_NAME_PREFIX = "torch_overlap_mesh_"
 _counter = itertools.count()
 _objects_by_name: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
@@ -50,7 +49,7 @@ _objects_by_name: WeakValueDictionary[str, Any] = WeakValueDictionary()
 def register_constant(value: Any) -> str:
     """Returns a name for an object, under which functions of `as_dynamo_constant` receive it: Dynamo guards strings and
     can pass them on."""
-    name = f"{_MARK}{next(_counter)}"
+    name = f"{_NAME_PREFIX}{next(_counter)}"
     _objects_by_name[name] = value
     return name
 
@@ -73,15 +72,15 @@ def as_dynamo_constant(function: Callable[..., Any], *args: Any) -> Any:
 
     Arguments are constants: plain values, torch's own, DynamoConstant objects and meshes, in lists, tuples and dicts.
     """
-    return _asked(function, as_constant(args)) if is_dynamo_compiling() else function(*args)
+    return _call_in_trace(function, _as_constant(args)) if is_dynamo_compiling() else function(*args)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _asked(function: Callable[..., Any], args: Any) -> Any:
+def _call_in_trace(function: Callable[..., Any], args: Any) -> Any:
     return function(*_resolve_names(args))
 
 
-def as_constant(value: Any) -> Any:
+def _as_constant(value: Any) -> Any:
     """Returns an argument in a form that Dynamo treats as a constant."""
     if isinstance(value, DynamoConstant):
         return value.constant_name
@@ -92,19 +91,19 @@ def as_constant(value: Any) -> Any:
     if isinstance(value, float):
         return float.fromhex(value.hex())
     if isinstance(value, list):
-        return [as_constant(item) for item in value]
+        return [_as_constant(item) for item in value]
     if isinstance(value, tuple):  # includes torch.Size and P
-        return tuple([as_constant(item) for item in value])
+        return tuple([_as_constant(item) for item in value])
     if isinstance(value, dict):
-        return {name: as_constant(item) for name, item in value.items()}
+        return {name: _as_constant(item) for name, item in value.items()}
     if isinstance(value, slice):
-        return slice(as_constant(value.start), as_constant(value.stop), as_constant(value.step))
+        return slice(_as_constant(value.start), _as_constant(value.stop), _as_constant(value.step))
     return value
 
 
 def _resolve_names(value: Any) -> Any:
     kind = type(value)
-    if kind is str and value.startswith(_MARK):
+    if kind is str and value.startswith(_NAME_PREFIX):
         return _objects_by_name[value]
     if kind is list or kind is tuple:
         return kind(map(_resolve_names, value))
@@ -138,7 +137,7 @@ _local_functions: dict[str, Any] = {}
 
 
 def run_in_graph(name: str, tensors: list[Tensor]) -> Any:
-    """Under torch.compile, runs `local(tensors)` of the object with this name. It then lives as long as the process."""
+    """Under torch.compile, calls `run_local` of the object with this name, and keeps the object alive."""
     as_dynamo_constant(_keep_local_function, name)
     return run_local_function(name, tensors)
 
