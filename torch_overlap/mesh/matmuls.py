@@ -1,8 +1,8 @@
 """Matrix products that overlap with their communication.
 
-    gather + product     x [.., S/n, .., k] needed whole  -> all_gather_matmul, which also leaves the gathered x
-    product + scatter    partial, needed in parts          -> matmul_reduce_scatter
-    product + reduction  partial, needed whole             -> matmul_all_reduce
+    x is sharded by rows, needed whole      all_gather_matmul, which also returns the gathered x
+    the result is partial, needed sharded   matmul_reduce_scatter
+    the result is partial, needed whole     matmul_all_reduce
 
 A product with a partial result is not computed until it is needed: only then is it known if the sum ends scattered or
 whole. The operator chooses its algorithm, which may be to communicate and multiply one after the other; `choosing`
@@ -122,20 +122,20 @@ def _step(plan: Plan, *kinds: str) -> Step | None:
     return next((step for step in plan.steps if step.kind in kinds), None)
 
 
-def _unsupported_reason(plan: Plan, step: Step, spec: ValueSpec, cut: Layout, uneven: UnevenShards) -> str | None:
-    """Returns the reason why a product cannot overlap with this step of the plan, or None. `cut`: the layout of the
-    parts that it gathers or scatters, for a value like `spec`. `uneven`: of the weight."""
+def _unsupported_reason(plan: Plan, step: Step, spec: ValueSpec, sharded: Layout, uneven: UnevenShards) -> str | None:
+    """Returns the reason why a product cannot overlap with this step of the plan, or None. `sharded`: the layout
+    that is gathered, or that the result is scattered to, of a value like `spec`. `uneven`: of the weight."""
     if len(plan.steps) > 1:
         return f"its value moves in several steps: {', '.join(s.kind for s in plan.steps)}"
     if step.kind != "all_reduce" and step.dim == len(spec.shape) - 1:
         return f"it {'gathers the dimension that is multiplied' if step.kind == 'all_gather' else 'scatters columns'}"
     if not _is_in_rank_order(step, spec.mesh.mesh):
         return "the parts are in another order than the ranks of the communicator"
-    if step.kind != "all_reduce" and spec.shape[step.dim] % ranks_of(cut.mesh, cut.dims[step.dim]):
-        parts = ranks_of(cut.mesh, cut.dims[step.dim])
+    if step.kind != "all_reduce" and spec.shape[step.dim] % ranks_of(sharded.mesh, sharded.dims[step.dim]):
+        parts = ranks_of(sharded.mesh, sharded.dims[step.dim])
         return f"dimension {step.dim} of size {spec.shape[step.dim]} is not cut into {parts} parts of one size"
     # Ranks with another weight shape than the others might select another algorithm.
-    axes = _names(step.axes)
+    axes = _axis_names(step.axes)
     return next((why for names, why in uneven if axes & set(names)), None)
 
 
@@ -146,11 +146,11 @@ def uneven_shards(weight: ValueSpec) -> tuple[tuple[tuple[str, ...], str], ...]:
         parts = ranks_of(weight.layout.mesh, axes)
         if weight.shape[dim] % parts:
             why = f"dimension {dim} of the weight of size {weight.shape[dim]} is not cut into {parts} parts of one size"
-            found.append((tuple(sorted(_names(axes))), why))
+            found.append((tuple(sorted(_axis_names(axes))), why))
     return tuple(found)
 
 
-def _names(axes: Iterable[str]) -> set[str]:
+def _axis_names(axes: Iterable[str]) -> set[str]:
     """Returns the names of axes, or of parts of axes."""
     return {axis.split(":")[0] for axis in axes}
 
@@ -174,7 +174,7 @@ def local_sizes(x: ValueSpec, weight: ValueSpec, call: AtenCall) -> tuple[int, i
     return (rows, out, inner) if call.name == "linear" else (rows, inner, out)
 
 
-# --- gather + product ---------------------------------------------------------------------------
+# --- all-gather + matmul ------------------------------------------------------------------------
 
 
 class GatherMatmul(DynamoConstant):
@@ -261,10 +261,10 @@ def make_gather_matmul(
 
 def _invariant_axes(step: Step) -> set[str]:
     """Returns the axes of the step along which its result is invariant."""
-    return {name.split(":")[0] for name in step.after.invariant} & set(step.axes)
+    return _axis_names(step.after.invariant) & set(step.axes)
 
 
-# --- product + reduction ------------------------------------------------------------------------
+# --- matmul + reduce-scatter or all-reduce ------------------------------------------------------
 
 
 def _select_reduction(
