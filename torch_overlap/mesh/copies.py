@@ -34,16 +34,16 @@ def is_hooked(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
-class _Copy(NamedTuple):
+class _CachedCopy(NamedTuple):
     """A copy, its ValueSpec if it is in another layout, and the states of the value and the copy when it was made."""
 
-    made: Any
+    copy: Any
     spec: ValueSpec | None
     value_state: State
-    made_state: State
+    copy_state: State
 
     def is_valid(self, value_state: State) -> bool:
-        return self.value_state == value_state and self.made_state == state_of(self.made)
+        return self.value_state == value_state and self.copy_state == state_of(self.copy)
 
 
 class MovedCopies:
@@ -54,24 +54,24 @@ class MovedCopies:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[str, tuple[bool, bool]], _Copy] = {}
+        self._copies: dict[tuple[str, tuple[bool, bool]], _CachedCopy] = {}
 
     def find(self, what: str, state: State) -> Any:
         """Returns the valid copy in a layout, or dtype; None if there is none."""
         found = self._copies.get((what, _modes()))
-        return None if found is None or not found.is_valid(state) else found.made
+        return None if found is None or not found.is_valid(state) else found.copy
 
     def find_reduced(self, state: State) -> tuple[Tensor, ValueSpec] | None:
         """Returns the first valid copy that is not partial, and its ValueSpec; None if there is none."""
         modes = _modes()
-        for (_, made_in), copy in self._copies.items():
-            if copy.spec is not None and copy.spec.is_reduced and made_in == modes and copy.is_valid(state):
-                return copy.made, copy.spec
+        for (_, copy_modes), cached in self._copies.items():
+            if cached.spec is not None and cached.spec.is_reduced and copy_modes == modes and cached.is_valid(state):
+                return cached.copy, cached.spec
         return None
 
-    def add(self, what: str, made: Any, spec: ValueSpec | None, state: State) -> None:
+    def add(self, what: str, copy: Any, spec: ValueSpec | None, state: State) -> None:
         """Keeps a copy, with its ValueSpec if it is in another layout."""
-        self._copies[what, _modes()] = _Copy(made, spec, state, state_of(made))
+        self._copies[what, _modes()] = _CachedCopy(copy, spec, state, state_of(copy))
 
 
 def _modes() -> tuple[bool, bool]:
