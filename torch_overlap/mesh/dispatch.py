@@ -248,7 +248,7 @@ def look_up(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             f"{', '.join(found)}; of an array take x.tolist() for an index, shard(torch.from_numpy(x), mesh) as value"
         ) from None
     if recipe is None:
-        recipe = _make(func, args, kwargs, operands)
+        recipe = _make_recipe(func, args, kwargs, operands)
         if len(recipes) >= MAX_RECIPES:
             recipes.clear()
         recipes[key] = recipe
@@ -294,9 +294,7 @@ def _as_specs(value: Any, operands: list[Sharded]) -> Any:
 
 def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
     """Casts the arguments as autocast would, and continues without autocast."""
-    operands: list[Sharded] = []
-    for value in (*args, *kwargs.values()):
-        _key(value, operands)
+    operands = _operands_of(args, kwargs)
     device = operands[0].device.type
     autocast = autocast_of(device)
     with torch.autocast(device, enabled=False):
@@ -316,21 +314,19 @@ def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 def _cast(value: Sharded, to: torch.dtype) -> Sharded:
     """Casts a value. A result caches its cast copies like its moved ones, so that the copy is moved once for all its
     uses."""
-    made: Sharded | None = value._cached_copy(str(to))
-    if made is None:
-        made = run_function(Tensor.to, (value, to), {}, "to")
-        value._cache_copy(str(to), made)
-    return made
+    cast: Sharded | None = value._cached_copy(str(to))
+    if cast is None:
+        cast = run_function(Tensor.to, (value, to), {}, "to")
+        value._cache_copy(str(to), cast)
+    return cast
 
 
 def recipe_of(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Recipe:
     """Returns the recipe of `func(*args, **kwargs)`. Nothing is computed or sent."""
-    operands: list[Sharded] = []
-    for value in (*args, *kwargs.values()):
-        _key(value, operands)
+    operands = _operands_of(args, kwargs)
     if not operands:
         raise InvalidTypeError("recipe_of: expected a Sharded among the arguments, got none")
-    return _make(func, args, kwargs, operands)
+    return _make_recipe(func, args, kwargs, operands)
 
 
 def _key(value: Any, operands: list[Sharded]) -> Any:
@@ -357,7 +353,17 @@ def _key(value: Any, operands: list[Sharded]) -> Any:
     return kind, value  # 1 == 1.0 == True, so the type is part of the key
 
 
-def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], operands: list[Sharded]) -> Recipe:
+def _operands_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Sharded]:
+    """Returns the Sharded among the arguments."""
+    operands: list[Sharded] = []
+    for value in (*args, *kwargs.values()):
+        _key(value, operands)
+    return operands
+
+
+def _make_recipe(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], operands: list[Sharded]
+) -> Recipe:
     mesh = operands[0].spec.mesh
     for x in operands:
         if x.spec.mesh is not mesh:
@@ -419,8 +425,8 @@ def _make_step(
         outputs = [replicated_spec(mesh, o.shape, o.dtype) for o in call.outputs]
         local = local_call(call, None, [], [spec.layout for spec in outputs], mesh.rank, device)
         return RecipeStep(call, None, None, [], [], local, outputs)
-    known = rule_of(call)
-    rule = known or OpRule.opaque(call.name, [x.shape for x in call.inputs], [y.shape for y in call.outputs])
+    own_rule = rule_of(call)
+    rule = own_rule or OpRule.opaque(call.name, [x.shape for x in call.inputs], [y.shape for y in call.outputs])
     sizes = [x.dtype.itemsize for x in (*call.inputs, *call.outputs)]
     found = propagate(rule, [spec.layout for spec in inputs], mesh.cost, sizes)
     strategy, plans = found.chosen, found.plans
@@ -435,17 +441,17 @@ def _make_step(
             strategy, plans = other, input_plans
             break
     needed = [spec_of(mesh, to, spec.shape, spec.dtype) for to, spec in zip(strategy.inputs, inputs, strict=True)]
-    local = local_call(call, known, strategy.inputs, strategy.outputs, mesh.rank, device)
+    local = local_call(call, own_rule, strategy.inputs, strategy.outputs, mesh.rank, device)
     # A result of an anchored value only, with as many elements, is anchored too.
     stays = len(inputs) == 1 and inputs[0].anchored and not plans[0].num_sends
     outputs = [
         spec_of(mesh, layout, o.shape, o.dtype, stays and math.prod(o.shape) == inputs[0].shape.numel())
         for layout, o in zip(strategy.outputs, call.outputs, strict=True)
     ]
-    made = RecipeStep(call, found, strategy, plans, list(zip(numbers, needed, strict=True)), local, outputs)
+    step = RecipeStep(call, found, strategy, plans, list(zip(numbers, needed, strict=True)), local, outputs)
     if is_matmul(call):
-        made.sizes = local_sizes(needed[0], needed[1], call)
-        made.uneven = uneven_shards(needed[1])
-        made.gathers = make_gather_matmul(call, plans[0], inputs[0], needed[0], made.sizes, made.uneven)
-        made.is_deferred_matmul = bool(set(outputs[0].layout.partial) - set(inputs[0].layout.partial))
-    return made
+        step.sizes = local_sizes(needed[0], needed[1], call)
+        step.uneven = uneven_shards(needed[1])
+        step.gathers = make_gather_matmul(call, plans[0], inputs[0], needed[0], step.sizes, step.uneven)
+        step.is_deferred_matmul = bool(set(outputs[0].layout.partial) - set(inputs[0].layout.partial))
+    return step
