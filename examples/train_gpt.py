@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--no-graph", action="store_true", help="on cuda: run every step eagerly, not as a CUDA graph")
     add("--seed", type=int, default=0, help="of weights, batches and the sample (default: 0)")
     add("--overlap", choices=tuple(OVERLAP), default="auto", help="how communication hides (default: %(default)s)")
-    add("--algorithm", choices=sorted(set(OVERLAP.values())), help="of the fused operators, in place of --overlap")
+    add("--algorithm", choices=sorted(set(OVERLAP.values())), help="of the overlapped operators, in place of --overlap")
     add(
         "--fp8",
         choices=("none", "current", "delayed", "mxfp8", "block"),

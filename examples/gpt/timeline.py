@@ -71,7 +71,7 @@ def outermost(events: list[dict], *, by_thread: bool) -> list[Span]:
 
 
 def in_flight(events: list[dict]) -> list[Span]:
-    """Returns the chunks of fused operators on CPU, sent in the background: from issue until the end of their wait."""
+    """Returns the chunks that overlapped operators send in the background on a CPU: from issue until the wait ends."""
     found: list[Span] = []
     issued: dict[str, list[float]] = {}
     for event in events:

@@ -335,7 +335,7 @@ class DeferredMatmul:
         return out
 
     def reduced_result(self, spec: ValueSpec, target: ValueSpec) -> Tensor | None:
-        """Returns the local tensor under `target` if one fused operator computes it, else None."""
+        """Returns the local tensor under `target` if one overlapped operator computes it, else None."""
         is_in_vmap = any(map(is_batchedtensor, self._operands))
         how = as_dynamo_constant(
             _select_reduction, spec, target, self._step.sizes, self._step.uneven, _algorithm(), is_in_vmap

@@ -351,8 +351,8 @@ class Sharded:
     def _can_reduce_by_product(self, product: DeferredMatmul) -> bool:
         """Returns True if this is the first use of the product, which can be fused with its reduction.
 
-        If this rank alone has computed `local`, the answer is the same. It is False where the fused operator would miss
-        something that all ranks did alike: a change of `local`, hooks on it, a change of the operands after it was
+        If this rank alone has computed `local`, the answer is the same. It is False where the overlapped operator would
+        miss something that all ranks did alike: a change of `local`, hooks on it, a change of the operands after it was
         computed, gradients of a product that is reduced under no_grad.
         """
         local = self._local

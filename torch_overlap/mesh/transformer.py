@@ -67,7 +67,7 @@ def predict(
         cost: the cost model. Default: H200s.
         micro_batches: number of micro-batches, run one after the other. Default: one sequence each with a pipeline,
             else 1.
-        overlap: if True, products overlap with adjacent collectives, as in the fused operators.
+        overlap: if True, products overlap with adjacent collectives, as in the overlapped operators.
 
     Raises:
         ValueError: sizes that the mesh does not divide.

@@ -1,4 +1,4 @@
-"""Refuses the fallback of a fused operator."""
+"""Refuses the fallback of an overlapped operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batching rules of the fused operators: x has the batch dimension, whose elements become more rows.
+"""Batching rules of the overlapped operators: x has the batch dimension, whose elements become more rows.
 
 Other operands must be shared by the elements: a product per element would communicate per element.
 """

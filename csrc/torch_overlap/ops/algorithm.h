@@ -16,7 +16,7 @@
 #include "torch_overlap/overlap/fused.h"
 #include "torch_overlap/overlap/op_channels.h"
 
-// The algorithms of a fused operator: their names, and what each of them requires.
+// The algorithms of an overlapped operator: their names, and what each of them requires.
 namespace torch_overlap::ops {
 
 enum class Algorithm { sequential, pipelined, p2p, bulk, fused, low_latency };

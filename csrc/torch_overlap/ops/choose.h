@@ -10,7 +10,7 @@
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/ops/algorithm.h"
 
-// Selection of the algorithm of a fused operator.
+// Selection of the algorithm of an overlapped operator.
 namespace torch_overlap::ops {
 
 struct Choice {

@@ -6,7 +6,7 @@
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/base/index_range.h"
 
-// Splits rows into pieces for the fused operators. overlap/schedule.h orders the chunks.
+// Splits rows into pieces for the overlapped operators. overlap/schedule.h orders the chunks.
 namespace torch_overlap::ops {
 
 // Splits [0, rows) into at most `count` consecutive, non-empty pieces whose lengths differ by at

@@ -7,7 +7,8 @@
 
 #include "torch_overlap/gemm/gemm.h"
 
-// Shared code of the fused operators on 8-bit floats: value = data * scale_inv, in a ScalingMode.
+// Shared code of the overlapped operators on 8-bit floats: value = data * scale_inv, in a
+// ScalingMode.
 namespace torch_overlap::ops {
 
 // Scaling modes of x and the weights of an operator.

@@ -106,7 +106,7 @@ def test_it_gives_what_torch_gives(overload: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("overload", sorted(WITHOUT_RULE, key=str), ids=str)
 def test_products_of_another_dtype_have_no_rule(overload: Any) -> None:
-    """They run on whole operands: rules, expansions and fused operators have no result of another dtype."""
+    """They run on whole operands: rules, expansions and overlapped operators have no result of another dtype."""
     batch = (2,) if "bmm" in str(overload) else ()
     a, b = Operand((*batch, 4, 6), torch.bfloat16), Operand((*batch, 6, 8), torch.bfloat16)
     bias = [Operand((*batch, 4, 8), torch.bfloat16)] if "addmm" in str(overload) or "baddbmm" in str(overload) else []

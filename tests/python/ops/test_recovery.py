@@ -1,4 +1,4 @@
-"""Shared memory of fused operators after an operation that failed halfway: unusable until reconfigure."""
+"""Shared memory of overlapped operators after an operation that failed halfway: unusable until reconfigure."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""torch.vmap of the fused operators equals a loop, and refuses operands that the elements do not share."""
+"""torch.vmap of the overlapped operators equals a loop, and refuses operands that the elements do not share."""
 
 import pytest
 import torch

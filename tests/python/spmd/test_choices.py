@@ -49,7 +49,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Layouts of x [M, K] and w [K, N], the layout of the result, and the fused operator.
+# Layouts of x [M, K] and w [K, N], the layout of the result, and the overlapped operator.
 CASES = {
     "gather": ("[x],[]", "[],[x]", "[],[x]", "all_gather_matmul"),
     "scatter": ("[],[x]", "[x],[]", "[x],[]", "matmul_reduce_scatter"),
