@@ -147,28 +147,28 @@ const Limits* limits_of(CollectiveKind kind, int size) {
 
 // LL packets or vectors of a block above which another block helps: many small blocks hide each
 // other's waits.
-constexpr size_t kUnitsOfBlock = 128;
+constexpr size_t kUnitsPerBlock = 128;
 // Maximum number of blocks with an SM of their own: about the number of SMs of any GPU.
 constexpr int kBlocksAlone = 128;
 
 size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
 
-CollectivePlan plan_blocks(Protocol protocol, size_t units, size_t units_for_a_block,
-                           int most_blocks, int most_units) {
-  const auto blocks = std::clamp<size_t>(divide_up(units, units_for_a_block), 1, most_blocks);
-  const auto chunk = std::clamp<size_t>(divide_up(units, blocks), 1, most_units);
+CollectivePlan plan_blocks(Protocol protocol, size_t units, size_t units_per_block, int max_blocks,
+                           int max_units) {
+  const auto blocks = std::clamp<size_t>(divide_up(units, units_per_block), 1, max_blocks);
+  const auto chunk = std::clamp<size_t>(divide_up(units, blocks), 1, max_units);
   return {protocol, static_cast<int>(blocks), static_cast<uint32_t>(chunk)};
 }
 
 // Uses more than one block per SM only if a block would otherwise run several rounds.
-int blocks_for(size_t units, int most_units, int most_blocks) {
-  const bool has_rounds = units > size_t{kBlocksAlone} * most_units;
-  return has_rounds ? most_blocks : std::min(most_blocks, kBlocksAlone);
+int blocks_for(size_t units, int max_units, int max_blocks) {
+  const bool has_rounds = units > size_t{kBlocksAlone} * max_units;
+  return has_rounds ? max_blocks : std::min(max_blocks, kBlocksAlone);
 }
 
 CollectivePlan plan_ll(const CollectiveProblem& problem) {
   const size_t packets = divide_up(problem.bytes, problem.ll_data_bytes);
-  return plan_blocks(Protocol::ll, packets, kUnitsOfBlock,
+  return plan_blocks(Protocol::ll, packets, kUnitsPerBlock,
                      blocks_for(packets, G::kLLPackets, G::max_ll_blocks(problem.size)),
                      G::kLLPackets);
 }
@@ -187,23 +187,23 @@ bool is_ll128_two_shot_faster(const CollectiveProblem& problem) {
 // as the others.
 CollectivePlan plan_ll128(const CollectiveProblem& problem) {
   if (!problem.has_ll128) return {};
-  constexpr size_t kLL128UnitsOfBlock = 4;
+  constexpr size_t kLL128UnitsPerBlock = 4;
   const bool is_two_shot = is_ll128_two_shot_faster(problem);
   const size_t part = is_two_shot ? divide_up(problem.bytes, problem.size) : problem.bytes;
   const size_t units = divide_up(part, G::kLL128UnitData);
   const int blocks = blocks_for(units, G::kLL128Units, G::max_ll128_blocks(problem.size));
-  const auto most_blocks = static_cast<size_t>(blocks);
-  const size_t rounds = divide_up(units, G::kLL128Units * most_blocks);
-  const size_t most_units = rounds > 1 ? divide_up(units, rounds * most_blocks) : G::kLL128Units;
+  const auto max_blocks = static_cast<size_t>(blocks);
+  const size_t rounds = divide_up(units, G::kLL128Units * max_blocks);
+  const size_t max_units = rounds > 1 ? divide_up(units, rounds * max_blocks) : G::kLL128Units;
   CollectivePlan plan =
-      plan_blocks(Protocol::ll128, units, kLL128UnitsOfBlock, blocks, static_cast<int>(most_units));
+      plan_blocks(Protocol::ll128, units, kLL128UnitsPerBlock, blocks, static_cast<int>(max_units));
   plan.is_two_shot = is_two_shot;
   return plan;
 }
 
 CollectivePlan plan_simple(const CollectiveProblem& problem) {
   const size_t vectors = divide_up(problem.bytes, G::kVectorBytes);
-  return plan_blocks(Protocol::simple, vectors, kUnitsOfBlock,
+  return plan_blocks(Protocol::simple, vectors, kUnitsPerBlock,
                      blocks_for(vectors, G::kVectors, max_simple_blocks(problem.size)),
                      G::kVectors);
 }
@@ -214,7 +214,7 @@ size_t vectors_of_slice(const CollectiveProblem& problem) {
 
 // A slot holds a slice on its way to its owner, and its sum on the way back.
 CollectivePlan plan_two_shot(const CollectiveProblem& problem) {
-  CollectivePlan plan = plan_blocks(Protocol::two_shot, vectors_of_slice(problem), kUnitsOfBlock,
+  CollectivePlan plan = plan_blocks(Protocol::two_shot, vectors_of_slice(problem), kUnitsPerBlock,
                                     max_simple_blocks(problem.size), G::kVectors / 2);
   plan.is_two_shot = true;
   return plan;
@@ -229,15 +229,15 @@ bool is_two_shot_possible(const CollectiveProblem& problem) {
 // Plans a cluster of blocks per row, with one chunk per block, of a multiple of `granularity`
 // units. Returns an empty plan if a row does not fit. `is_even`: the chunks of a row must be equal.
 CollectivePlan plan_row_blocks(Protocol protocol, size_t rows, size_t units, size_t granularity,
-                               bool is_even, int most_blocks, int most_units) {
-  size_t row_blocks = divide_up(units, most_units);
+                               bool is_even, int max_blocks, int max_units) {
+  size_t row_blocks = divide_up(units, max_units);
   while (is_even && row_blocks <= G::kMaxRowBlocks && units % row_blocks != 0) {
     ++row_blocks;
   }
   if (row_blocks > G::kMaxRowBlocks) return {};
   const size_t chunk = divide_up(divide_up(units, row_blocks), granularity) * granularity;
   row_blocks = divide_up(units, chunk);
-  const auto clusters = std::min<size_t>(rows, most_blocks / row_blocks);
+  const auto clusters = std::min<size_t>(rows, max_blocks / row_blocks);
   return {.protocol = protocol,
           .blocks = static_cast<int>(clusters * row_blocks),
           .chunk = static_cast<uint32_t>(chunk),
@@ -272,11 +272,11 @@ CollectivePlan plan_rows(const CollectiveProblem& problem, Protocol protocol) {
 // Plans few blocks with large chunks.
 CollectivePlan plan_bulk(const CollectiveProblem& problem) {
   if (problem.max_bulk_blocks == 0 || problem.bytes % G::kVectorBytes != 0) return {};
-  constexpr size_t kVectorsOfBlock = 256;
+  constexpr size_t kVectorsPerBlock = 256;
   const bool is_two_shot = is_two_shot_possible(problem);
   const size_t vectors = is_two_shot ? vectors_of_slice(problem) : problem.bytes / G::kVectorBytes;
   CollectivePlan plan =
-      plan_blocks(Protocol::bulk, vectors, kVectorsOfBlock,
+      plan_blocks(Protocol::bulk, vectors, kVectorsPerBlock,
                   std::min(problem.max_bulk_blocks, G::max_bulk_blocks(problem.size)),
                   static_cast<int>(G::bulk_bytes(problem.size)) / G::kVectorBytes);
   plan.is_two_shot = is_two_shot;
