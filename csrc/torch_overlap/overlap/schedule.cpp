@@ -89,8 +89,7 @@ bool uses_one_shot(int64_t bytes, int size) {
 }
 
 std::vector<IndexRange> pieces(int64_t total, int64_t count, int64_t multiple) {
-  const int64_t even = (total + std::max<int64_t>(count, 1) - 1) / std::max<int64_t>(count, 1);
-  const int64_t length = (even + multiple - 1) / multiple * multiple;
+  const int64_t length = round_up(ceil_div(total, std::max<int64_t>(count, 1)), multiple);
   std::vector<IndexRange> found;
   for (int64_t begin = 0; begin < total; begin += length) {
     found.push_back({begin, std::min(length, total - begin)});

@@ -19,10 +19,7 @@ struct RowPartition {
   int size = 1;
   int64_t unit = 1;  // every share is a multiple of it
 
-  int64_t largest() const {
-    const int64_t units = size * unit;
-    return (rows + units - 1) / units * unit;
-  }
+  int64_t largest() const { return ceil_div(rows, size * unit) * unit; }
   TORCH_OVERLAP_API int64_t begin(int rank) const;
   TORCH_OVERLAP_API int64_t length(int rank) const;
 };
