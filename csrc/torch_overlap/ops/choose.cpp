@@ -14,6 +14,9 @@
 namespace torch_overlap::ops {
 namespace {
 
+thread_local ExplainScope* explain_scope = nullptr;  // the innermost one of this thread
+thread_local bool is_in_prepare_scope = false;
+
 // A chunk with fewer rows takes less time to multiply than the launch of its transfer.
 constexpr int64_t kMinChunkRows = 256;
 
@@ -249,15 +252,12 @@ class ChoiceCache final : public CommAttachment {
 
 }  // namespace
 
-thread_local ExplainScope* explain_scope = nullptr;
-thread_local bool prepares_only = false;
-
 ExplainScope::ExplainScope() : outer_(std::exchange(explain_scope, this)) {}
 ExplainScope::~ExplainScope() { explain_scope = outer_; }
 ExplainScope* ExplainScope::current() { return explain_scope; }
 
-PrepareScope::PrepareScope() : outer_(std::exchange(prepares_only, true)) {}
-PrepareScope::~PrepareScope() { prepares_only = outer_; }
+PrepareScope::PrepareScope() : outer_(std::exchange(is_in_prepare_scope, true)) {}
+PrepareScope::~PrepareScope() { is_in_prepare_scope = outer_; }
 
 bool is_shape_only(const at::Tensor& x) { return x.is_meta() && explain_scope == nullptr; }
 
@@ -271,14 +271,14 @@ std::optional<Algorithm> choose_algorithm(const OverlapProblem& problem, std::st
     return std::nullopt;
   }
   if (asked && !can_be_unsupported(*asked)) {
-    return prepares_only ? std::nullopt : asked;
+    return is_in_prepare_scope ? std::nullopt : asked;
   }
   const auto chosen = ChoiceCache::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
     if (check) check();
     prepare(problem, asked, comm);
     return choose(problem, asked, comm).algorithm;
   });
-  return prepares_only ? std::nullopt : std::optional(chosen);
+  return is_in_prepare_scope ? std::nullopt : std::optional(chosen);
 }
 
 std::optional<Algorithm> choose_forward(const OverlapProblem& problem, std::string_view algorithm,
@@ -290,7 +290,7 @@ std::optional<Algorithm> choose_forward(const OverlapProblem& problem, std::stri
                      kCaller};
     return std::nullopt;
   }
-  return prepares_only ? std::nullopt : std::optional(Algorithm::sequential);
+  return is_in_prepare_scope ? std::nullopt : std::optional(Algorithm::sequential);
 }
 
 bool is_worth_chunks(int64_t rows) { return rows >= kMinChunkRows; }
