@@ -26,7 +26,8 @@ const at::Tensor& shared_tensor(const Call& call);
 
 // Launches the kernels of a plan on `stream`, which is the current stream. `all` has all fields
 // except those that follow from the plan and the operation. `window` is for a zero-copy plan.
-// `has_launched` is set once the peers can see the operation.
+// `is_dependent`: by programmatic dependent launch. `has_launched` is set once the peers can see
+// the operation.
 void launch_plan(const Call& call, const CollectivePlan& plan, const cuda::CollectiveParams& all,
                  const cuda::WindowPlacement& window, bool is_dependent, cudaStream_t stream,
                  bool& has_launched);

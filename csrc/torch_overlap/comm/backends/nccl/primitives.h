@@ -13,8 +13,8 @@ namespace torch_overlap {
 
 // Memory that NCCL may map into the peers.
 struct NcclMapping {
-  bool (*is_mapped)(const void* data) = nullptr;  // if NCCL can map it; null: NCCL maps nothing
-  bool is_capture = false;
+  bool (*is_mapped)(const void* data) = nullptr;  // true if NCCL can map it; null: it maps nothing
+  bool is_capture = false;                        // NCCL maps the tensors of the call by itself
 };
 
 // Implements each primitive by NCCL calls on one stream. The stream is also torch's current one:
@@ -117,7 +117,7 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
   CommRuntime* runtime_;
   Milliseconds timeout_;
   bool (*const is_mapped_)(const void* data);
-  bool should_stage_;  // memory that is mapped
+  bool should_stage_;  // sends and receives of mapped memory go through staging buffers
   // Copies of the next group.
   struct PendingCopy {
     at::Tensor tensor;
