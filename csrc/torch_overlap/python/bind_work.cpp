@@ -6,7 +6,7 @@ namespace torch_overlap::python {
 namespace {
 
 constexpr const char* kWorkDoc =
-    R"(An issued operation. It keeps its tensors alive until the operation is done. Thread-safe.)";
+    R"(An issued operation. The memory of its tensors is not reused before it is done. Thread-safe.)";
 
 }  // namespace
 
