@@ -37,7 +37,7 @@ __device__ __forceinline__ void run_roles(const Block& block, uint32_t stages) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const bool is_first = lane == 0;
   int warp = static_cast<int>(threadIdx.x) / kWarp;
-  if (warp == 0) return tell<kAlgo == BulkAlgo::two_shot ? 2 : 1>(block, lane);
+  if (warp == 0) return signal_peers<kAlgo == BulkAlgo::two_shot ? 2 : 1>(block, lane);
   --warp;
 
   const auto slice = [&](int rank) {

@@ -9,7 +9,7 @@
 //   forwarder of a source, forward()  flag, slot -> stage -> tensor
 //   loader of a source, take()        flag, slot (of this rank: tensor) -> its part of a stage
 //   reducers, add(), four warps       parts of a stage -> sum -> tensor; two-shot: and peers' slots
-//   notifier, tell(), one warp        completed copies -> flags of the peers
+//   notifier, signal_peers(), a warp  completed copies -> flags of the peers
 //
 //   copy      senders, forwarders
 //   reduce    senders, loaders, reducers
@@ -434,7 +434,7 @@ __device__ __forceinline__ void add(const Block& block, int thread, uint32_t sta
 
 // Executed by one warp. Each lane notifies one peer of one kind of data.
 template <int kKinds>
-__device__ __forceinline__ void tell(const Block& block, int lane) {
+__device__ __forceinline__ void signal_peers(const Block& block, int lane) {
   constexpr unsigned int kAll = ~0U;
   static_assert(kKinds * G::kMaxRanks <= kWarp);
   const CollectiveParams& p = block.p;

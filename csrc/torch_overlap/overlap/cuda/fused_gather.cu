@@ -28,13 +28,16 @@ template <typename Config>
 class GatherTileScheduler {
  public:
   __device__ __forceinline__ explicit GatherTileScheduler(const FusedGatherParams& p)
-      : p_(p), at_(sends(p) ? p.num_nonsender_units + cluster() : cluster() - senders(p)) {}
+      : p_(p),
+        at_(sends(p) ? p.num_nonsender_units + cluster_index()
+                     : cluster_index() - sender_clusters(p)) {}
 
   __device__ __forceinline__ bool next(sm90::WorkTile& work_tile) {
     if (!sends(p_) && at_ >= p_.num_nonsender_units) return false;
     const int columns = sm90::ceil_div(p_.gemm.n, Config::kColumns);
     int place = at_;
-    at_ += sends(p_) ? senders(p_) : static_cast<int>(gridDim.x) / Config::kCluster - senders(p_);
+    at_ += sends(p_) ? sender_clusters(p_)
+                     : static_cast<int>(gridDim.x) / Config::kCluster - sender_clusters(p_);
 #pragma unroll 1
     for (int step = 0; step < p_.operation.words.size; ++step) {
       const int chunk = p_.order[step];
@@ -54,11 +57,10 @@ class GatherTileScheduler {
   }
 
  private:
-  // The next two count clusters, not blocks.
-  static __device__ __forceinline__ int cluster() {
+  static __device__ __forceinline__ int cluster_index() {
     return static_cast<int>(blockIdx.x) / Config::kCluster;
   }
-  static __device__ __forceinline__ int senders(const FusedGatherParams& p) {
+  static __device__ __forceinline__ int sender_clusters(const FusedGatherParams& p) {
     return p.senders / Config::kCluster;
   }
   static __device__ __forceinline__ bool sends(const FusedGatherParams& p) {
@@ -90,11 +92,11 @@ struct GatherPolicy {
     return &p.gathered;
   }
   __device__ __forceinline__ int await(const sm90::WorkTile& work_tile, int k) const {
-    uint32_t there;
+    uint32_t arrived;
     do {
-      there = load_acquire_shared(ready) - before;
-    } while (there <= static_cast<uint32_t>(k));
-    return min(static_cast<int>(there), work_tile.depth);
+      arrived = load_acquire_shared(ready) - before;
+    } while (arrived <= static_cast<uint32_t>(k));
+    return min(static_cast<int>(arrived), work_tile.depth);
   }
   __device__ __forceinline__ void on_tile_loaded(const sm90::WorkTile& work_tile) {
     before += work_tile.depth;
@@ -126,15 +128,15 @@ struct GatherPolicy {
       const bool is_ready = (complete >> work_tile.chunk & 1) != 0;
       int polls = 0;
       for (int slice = is_ready ? slices : 0; slice < slices;) {
-        const int come = count_slices(work_tile.chunk, slice, slices, epoch, lane);
-        if (come == 0) {
+        const int arrived = count_slices(work_tile.chunk, slice, slices, epoch, lane);
+        if (arrived == 0) {
           if (++polls % kSpinPolls == 0 && lane == 0) {
             await_slice(operation, work_tile.chunk, slice, epoch, has_senders);
           }
           __syncwarp();
           continue;
         }
-        slice += come;
+        slice += arrived;
         if (lane == 0)
           store_release_shared(ready, all + min(slice * p.slice_stages, work_tile.depth));
       }
@@ -154,15 +156,15 @@ struct GatherPolicy {
   // the flags of all writers of several slices.
   __device__ __forceinline__ int count_slices(int chunk, int slice, int slices, uint32_t epoch,
                                               int lane) const {
-    const int most = min(32 / writers(), slices - slice);
-    const bool is_due = lane < most * writers();
+    const int max_slices = min(32 / writers(), slices - slice);
+    const bool is_due = lane < max_slices * writers();
     const uint32_t* const words = p.notified[chunk] + slice * writers();
     const bool is_missing = is_due && !has_reached(load_acquire(words + lane), epoch) &&
                             !has_failed(p.operation.control);
     const int first = __ffs(static_cast<int>(__ballot_sync(~0U, is_missing))) - 1;
     sm90::fence_proxy_async_global();
     __syncwarp();
-    return first < 0 ? most : first / writers();
+    return first < 0 ? max_slices : first / writers();
   }
   // Waits first until the rank has begun, if ranks signal that: a timeout then reports that wait.
   __device__ __forceinline__ void await_slice(const ProductOperation& operation, int chunk,
@@ -184,10 +186,10 @@ class GatherSender {
   static constexpr int kStages = 24;
   // Maximum number of copies whose source may still be read when another one has been issued, and
   // maximum number that may be in flight to the peers.
-  static constexpr int kReading = 2;
-  static constexpr int kFlying = 4;
+  static constexpr int kMaxReads = 2;
+  static constexpr int kMaxInFlight = 4;
   static constexpr int kSignalWarps = 4;  // Warps that signal the peers.
-  static_assert(kStages * kBoxBytes + 1024 <= Config::kSharedBytes && kReading < kStages);
+  static_assert(kStages * kBoxBytes + 1024 <= Config::kSharedBytes && kMaxReads < kStages);
   static_assert(kStages <= 32, "a warp loads the first boxes");
   static_assert(32 * (1 + kSignalWarps) <= Config::kThreads);
 
@@ -235,7 +237,7 @@ class GatherSender {
     if (is_good && p_.scales_to[p_.operation.words.rank] != nullptr) send_scales();
     __syncthreads();
     if (copies) send(is_good);
-    if (warp >= 1 && warp <= kSignalWarps && is_good) tell(warp - 1, lane);
+    if (warp >= 1 && warp <= kSignalWarps && is_good) signal_slices(warp - 1, lane);
     __syncthreads();
   }
 
@@ -287,14 +289,14 @@ class GatherSender {
                            box.column * kElement / kSendElementBytes, box.row * kSendBoxRows);
       }
       sm90::bulk_commit_group();
-      if (i >= kReading) {
-        sm90::bulk_wait_group_read<kReading>();
-        load(i - kReading + kStages);
+      if (i >= kMaxReads) {
+        sm90::bulk_wait_group_read<kMaxReads>();
+        load(i - kMaxReads + kStages);
       }
-      if (i >= kFlying) {
-        sm90::bulk_wait_group<kFlying>();
-        store_release_shared(shared_.sent,
-                             Box(*this, i - kFlying + 1).slice);  // Earlier slices have arrived.
+      if (i >= kMaxInFlight) {
+        sm90::bulk_wait_group<kMaxInFlight>();
+        store_release_shared(
+            shared_.sent, Box(*this, i - kMaxInFlight + 1).slice);  // Earlier slices have arrived.
       }
     }
     sm90::bulk_wait_group<0>();
@@ -308,7 +310,7 @@ class GatherSender {
   // A fence takes long while copies of the same thread are in flight, so other threads signal. It
   // takes equally long for one slice and for many, so a warp signals all slices that are due after
   // one fence. The next warp does not wait for that fence to complete.
-  __device__ __forceinline__ void tell(int signal_warp, int lane) const {
+  __device__ __forceinline__ void signal_slices(int signal_warp, int lane) const {
     const OperationParams& operation = p_.operation;
     const int all = slices();
     for (int next = signal_warp; next < all;) {

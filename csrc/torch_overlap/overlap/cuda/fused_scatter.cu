@@ -158,7 +158,7 @@ class Mover {
         } else if (lane_ == 0) {
           empty();
         }
-        if (leads()) tell(work_tile, fills);
+        if (leads()) signal_tile(work_tile, fills);
       } else if (leads()) {
         store_result(work_tile);
       } else if (lane_ == 0) {
@@ -273,7 +273,7 @@ class Mover {
   }
 
   // Signals to the owner that the i-th tile has arrived, after the stores of all movers.
-  __device__ __forceinline__ void tell(const WorkTile& work_tile, uint32_t i) {
+  __device__ __forceinline__ void signal_tile(const WorkTile& work_tile, uint32_t i) {
     wait_emptied(i);
     if (has_failed(p_.operation.control)) return;  // The data may be invalid now.
     store_release(p_.tell[work_tile.chunk] + scheduler_.word(work_tile), operation_.epoch());
