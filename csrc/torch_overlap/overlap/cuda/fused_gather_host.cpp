@@ -44,14 +44,14 @@ double chunk_bytes(const KernelKey& key, const GatherShape& shape) {
   return static_cast<double>(shape.rows.largest() * shape.k * (is_8_bit ? 1 : 2));
 }
 
-double tile_ns(const GatherShape& shape, const TileCost& tile, const KernelInfo& kernel) {
+double tile_time_ns(const GatherShape& shape, const TileCost& tile, const KernelInfo& kernel) {
   return static_cast<double>(ceil_div(shape.k, kernel.depth)) * kStageNs * tile.time();
 }
 
 // Split of the units (tiles, or pairs of tiles in clusters) if blocks send first.
-struct Share {
-  double ns;
-  int64_t of_others;  // Units of the clusters that do not send.
+struct UnitSplit {
+  double time_ns;
+  int64_t num_nonsender_units;  // Units of the clusters that do not send.
 };
 
 // The senders begin to compute when the other clusters begin their next tile. Slices of all chunks
@@ -59,37 +59,37 @@ struct Share {
 // some time after the last slice, unless it would end later anyway. This delays the work after the
 // first tile of a cluster that has no own rows, and the work after the second tile of other
 // clusters.
-Share share_out(const KernelKey& key, const GatherShape& shape, const TileCost& tile,
-                const KernelInfo& kernel, int sms, int senders) {
+UnitSplit split_units(const KernelKey& key, const GatherShape& shape, const TileCost& tile,
+                      const KernelInfo& kernel, int sms, int senders) {
   // Lag in units of a tile's time, because slices arrive in bursts.
   constexpr double kLagTiles = 0.3;
-  const double of_tile = tile_ns(shape, tile, kernel);
+  const double tile_ns = tile_time_ns(shape, tile, kernel);
   const double arrival =
       kFirstSentNs + chunk_bytes(key, shape) * (shape.rows.size - 1) / kSentBytesPerNs;
-  const double first = std::max(of_tile, arrival + kLagTiles * of_tile);
-  const int64_t all = ResidentGrid(sms).most(kernel) / kernel.cluster;
+  const double first = std::max(tile_ns, arrival + kLagTiles * tile_ns);
+  const int64_t clusters = ResidentGrid(sms).max_blocks(kernel) / kernel.cluster;
   const int64_t sending = senders / kernel.cluster;
-  const int64_t others = std::max<int64_t>(1, all - sending);
+  const int64_t others = std::max<int64_t>(1, clusters - sending);
   const int64_t units = num_units(kernel, shape.rows, shape.n);
-  const auto alone = static_cast<int64_t>(std::ceil(arrival / of_tile));
+  const auto alone = static_cast<int64_t>(std::ceil(arrival / tile_ns));
   const int64_t left = std::max<int64_t>(0, units - alone * others);
-  const int64_t of_senders = std::min(left, sending * ceil_div(left, all));
-  const int64_t of_others = units - of_senders;
+  const int64_t sender_units = std::min(left, sending * ceil_div(left, clusters));
+  const int64_t nonsender_units = units - sender_units;
   const int64_t own =
       std::min(others, num_units(kernel, shape.rows.length(shape.order.at(0)), shape.n));
   const auto tiles_from = [&](int64_t cluster) {
-    return static_cast<double>(ceil_div(std::max<int64_t>(0, of_others - cluster), others));
+    return static_cast<double>(ceil_div(std::max<int64_t>(0, nonsender_units - cluster), others));
   };
-  const double with_own = std::max(tiles_from(0) * of_tile, first + (tiles_from(0) - 2) * of_tile);
-  const double without = own < others ? first + (tiles_from(own) - 1) * of_tile : 0;
-  return {.ns = std::max(with_own, without), .of_others = of_others};
+  const double with_own = std::max(tiles_from(0) * tile_ns, first + (tiles_from(0) - 2) * tile_ns);
+  const double without = own < others ? first + (tiles_from(own) - 1) * tile_ns : 0;
+  return {.time_ns = std::max(with_own, without), .num_nonsender_units = nonsender_units};
 }
 
 // Every block computes its tiles in order, so a late chunk delays all tiles after it.
 double time_with_copies(const KernelKey& key, const GatherShape& shape, const TileCost& tile,
                         const KernelInfo& kernel, int sms) {
   // Smaller tiles read more from L2, which the copies use, too.
-  const double of_tile = tile_ns(shape, tile, kernel) * (tile.columns < 224 ? 1.02 : 1);
+  const double tile_ns = tile_time_ns(shape, tile, kernel) * (tile.columns < 224 ? 1.02 : 1);
   const double chunk_ns = chunk_bytes(key, shape) / kCopyBytesPerNs;
   const int64_t side_by_side = sms / kernel.cluster;
   int64_t left = 0;
@@ -98,7 +98,7 @@ double time_with_copies(const KernelKey& key, const GatherShape& shape, const Ti
     left += num_units(kernel, shape.rows.length(shape.order.at(step)), shape.n);
     const double arrival = step == 0 ? 0 : kFirstByteNs + step * chunk_ns;
     const auto waves = static_cast<double>(ceil_div(left, side_by_side));
-    time = std::max(time, arrival + waves * of_tile);
+    time = std::max(time, arrival + waves * tile_ns);
   }
   return time;
 }
@@ -115,14 +115,14 @@ int num_gather_senders(const FusedGather& problem, int sms) {
   if (sms < kMinSms) return 0;
   const int64_t row = problem.own.size(1) * static_cast<int64_t>(problem.own.element_size());
   const int64_t bytes = problem.rows.largest() * row * (problem.rows.size - 1);
-  const int64_t most = problem.rows.size == 2 ? kMaxBytesTwoRanks : kMaxBytes;
-  return bytes > 0 && bytes <= most ? kSenders : 0;
+  const int64_t max_bytes = problem.rows.size == 2 ? kMaxBytesTwoRanks : kMaxBytes;
+  return bytes > 0 && bytes <= max_bytes ? kSenders : 0;
 }
 
 const KernelInfo& choose_gather_kernel(const KernelKey& key, const GatherShape& shape, int sms,
                                        int senders) {
   return choose_kernel(find_fused_gather, key, [&](const TileCost& tile, const KernelInfo& kernel) {
-    return senders > 0 ? share_out(key, shape, tile, kernel, sms, senders).ns
+    return senders > 0 ? split_units(key, shape, tile, kernel, sms, senders).time_ns
                        : time_with_copies(key, shape, tile, kernel, sms);
   });
 }
@@ -214,15 +214,15 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   const int64_t units = num_units(kernel, rows, n);
   if (sends) {
     const TileCost& tile = sm90::find_tile_cost(kernel.rows, kernel.columns);
-    params.num_nonsender_units =
-        static_cast<int>(share_out(key, shape, tile, kernel, sms, problem.senders).of_others);
+    params.num_nonsender_units = static_cast<int>(
+        split_units(key, shape, tile, kernel, sms, problem.senders).num_nonsender_units);
     check(ResidentGrid(sms).start(launch_fused_gather, kernel, params,
                                   units + problem.senders / kernel.cluster, stream),
           "fused all-gather and product");
   } else {
     params.num_nonsender_units = static_cast<int>(units);
-    const int64_t most = int64_t{sms} / kernel.cluster;
-    const auto blocks = static_cast<int>(std::min(units, most) * kernel.cluster);
+    const int64_t max_units = int64_t{sms} / kernel.cluster;
+    const auto blocks = static_cast<int>(std::min(units, max_units) * kernel.cluster);
     check(launch_fused_gather(kernel, params, blocks, stream), "fused all-gather and product");
   }
   if (!out.is_same(problem.gemm.out)) problem.gemm.out.copy_(out);

@@ -169,8 +169,8 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   const auto units = [&](const KernelInfo& kernel) { return rows.size * tiles_of_chunk(kernel); };
   const auto to_send = [&](const KernelInfo& kernel, double cost) {
     return tiles_to_send(ceil_div(operands.lhs.size(1), kernel.depth), kernel, cost,
-                         static_cast<int64_t>(out.element_size()), grid.of(kernel, units(kernel)),
-                         tiles_of_chunk(kernel), rows.size);
+                         static_cast<int64_t>(out.element_size()),
+                         grid.num_blocks(kernel, units(kernel)), tiles_of_chunk(kernel), rows.size);
   };
   const KernelInfo& kernel = choose_kernel(
       find_fused_scatter, key_of(operands), [&](const TileCost& tile, const KernelInfo& found) {

@@ -19,24 +19,24 @@ struct ResidentGrid {
 
   // At least two, so that the SMs left free are pairs, too. One block of a pair may have no tile.
   static int cluster_of(const KernelInfo& kernel) { return std::max(kernel.cluster, 2); }
-  int most(const KernelInfo& kernel) const {
+  int max_blocks(const KernelInfo& kernel) const {
     const int cluster = cluster_of(kernel);
     return std::max(1, sms / cluster - 1) * cluster;
   }
-  int of(const KernelInfo& kernel, int64_t units) const {
+  int num_blocks(const KernelInfo& kernel, int64_t units) const {
     const int cluster = cluster_of(kernel);
     const int64_t needed = ceil_div(units * kernel.cluster, cluster) * cluster;
-    return static_cast<int>(std::min<int64_t>(needed, most(kernel)));
+    return static_cast<int>(std::min<int64_t>(needed, max_blocks(kernel)));
   }
   int64_t waves(const KernelInfo& kernel, int64_t units) const {
-    return ceil_div(units * kernel.cluster, most(kernel));
+    return ceil_div(units * kernel.cluster, max_blocks(kernel));
   }
   template <typename Params>
   using Launch = cudaError_t (*)(const KernelInfo&, const Params&, int, cudaStream_t);
   template <typename Params>
   cudaError_t start(Launch<Params> launch, KernelInfo kernel, const Params& params, int64_t units,
                     cudaStream_t stream) const {
-    const int blocks = of(kernel, units);
+    const int blocks = num_blocks(kernel, units);
     kernel.cluster = cluster_of(kernel);
     return launch(kernel, params, blocks, stream);
   }
