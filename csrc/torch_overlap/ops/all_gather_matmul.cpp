@@ -82,17 +82,18 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
       pass.saved_results.empty() ? std::nullopt : std::optional(pass.saved_results[0]);
   const Tensor gathered_grad = gathered ? pass.grads.back() : Tensor();
   const int64_t dim = call.gather_dim < 0 ? call.gather_dim + call.x.dim() : call.gather_dim;
-  // The products that were used, and those of them whose weight needs a gradient.
+  // The products that were used; and those of them whose weight needs a gradient, as indices of
+  // used_grads and of call.weights.
   std::vector<Tensor> used_grads;
   std::vector<Tensor> used_weights;
   std::vector<int64_t> wanted;
-  std::vector<size_t> wanted_at;
+  std::vector<size_t> wanted_weights;
   for (size_t i = 0; i < call.weights.size(); ++i) {
     const Tensor& grad = pass.grads[i];
     if (!grad.defined()) continue;
     if (pass.wants(call.weights, i)) {
       wanted.push_back(static_cast<int64_t>(used_grads.size()));
-      wanted_at.push_back(i);
+      wanted_weights.push_back(i);
     }
     if (pass.wants(call.biases, i)) pass.set(call.biases, grad.flatten(0, -2).sum(0), i);
     used_grads.push_back(grad);
@@ -106,7 +107,7 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
     auto multiplied = used_grads;
     multiplied.push_back(call.x);
     check_may_add(kAllGatherMatmul, multiplied);
-    for (const size_t i : wanted_at) main_grads.push_back(std::move(all[i]));
+    for (const size_t i : wanted_weights) main_grads.push_back(std::move(all[i]));
   }
 
   if (at::GradMode::is_enabled()) {  // double backward may be requested
@@ -135,7 +136,7 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
         gathered ? *gathered : ops::all_gather(call.x, dim, call.comm, call.group_size);
     for (size_t i = 0; i < wanted.size(); ++i) {
       pass.set(call.weights, used_grads[wanted[i]].flatten(0, -2).t().mm(inputs.flatten(0, -2)),
-               wanted_at[i]);
+               wanted_weights[i]);
     }
     return;
   }
@@ -155,7 +156,7 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
        .main_grads = std::move(main_grads)});
   if (x_wanted) pass.set(call.x, std::move(x_grad));
   for (size_t i = 0; i < weight_grads.size(); ++i) {
-    pass.set(call.weights, std::move(weight_grads[i]), wanted_at[i]);
+    pass.set(call.weights, std::move(weight_grads[i]), wanted_weights[i]);
   }
 }
 
