@@ -118,18 +118,18 @@ void BackgroundGather::finish() {
 int run_split_gemm(std::string_view op, OverlapChannel& channel, const SplitGemm& problem) {
   const int size = channel.group().size();
   const auto element = static_cast<int64_t>(c10::elementSize(problem.dtype));
-  const auto found = pieces(problem.columns, problem.splits,
-                            piece_multiple(problem.columns, element, problem.gemm.rhs));
-  const int count = static_cast<int>(found.size());
-  const auto received =
-      make_recv_scratch(channel, problem.rows, found.empty() ? 0 : found[0].length, problem.dtype);
+  const auto column_ranges = pieces(problem.columns, problem.splits,
+                                    piece_multiple(problem.columns, element, problem.gemm.rhs));
+  const int count = static_cast<int>(column_ranges.size());
+  const auto received = make_recv_scratch(
+      channel, problem.rows, column_ranges.empty() ? 0 : column_ranges[0].length, problem.dtype);
   std::vector<at::Tensor> blocks;
   std::vector<CheckedGemm> products;
   GemmArgs args = problem.gemm;
   args.overlaps_communication = true;
-  PartialAmax largest(std::exchange(args.out_amax, {}), found.size());
+  PartialAmax largest(std::exchange(args.out_amax, {}), column_ranges.size());
   const CheckedGemm whole(op, std::move(args));
-  for (const IndexRange& piece : found) {
+  for (const IndexRange& piece : column_ranges) {
     blocks.push_back(channel.data(piece.begin * problem.rows.rows * element,
                                   {problem.rows.rows, piece.length}, problem.dtype));
     GemmArgs part = whole.columns(piece.begin, piece.length);
@@ -140,21 +140,21 @@ int run_split_gemm(std::string_view op, OverlapChannel& channel, const SplitGemm
   const auto body = [&](OverlapChannel::Session& session) {
     OverlapStreams& streams = session.streams;
     const int comm = streams.comm();
-    std::vector<OverlapStreams::Mark> made(count);
+    std::vector<OverlapStreams::Mark> computed(count);
     for (const auto [is_product, i] : pipeline_order(count, problem.overlap_first_gemm)) {
       if (is_product) {
         const int stream = i % streams.num_compute_streams();
         session.gemm(stream, products[i]);
-        made[i] = streams.mark(stream);
+        computed[i] = streams.mark(stream);
         continue;
       }
-      streams.after(comm, made[i]);
-      const IndexRange& piece = found[i];
-      at::Tensor room;
+      streams.after(comm, computed[i]);
+      const IndexRange& piece = column_ranges[i];
+      at::Tensor recv_scratch;
       if (received.defined()) {
-        room = received.flatten()
-                   .narrow(0, 0, size * received.size(1) * piece.length)
-                   .view({size, received.size(1), piece.length});
+        recv_scratch = received.flatten()
+                           .narrow(0, 0, size * received.size(1) * piece.length)
+                           .view({size, received.size(1), piece.length});
       }
       enqueue_reduce_scatter(
           channel, session, comm,
@@ -172,7 +172,7 @@ int run_split_gemm(std::string_view op, OverlapChannel& channel, const SplitGemm
                    // Nothing is left to overlap with the last piece.
                    .blocks = i + 1 == count ? 2 * problem.blocks : problem.blocks,
                    .cluster = problem.cluster}},
-          room);
+          recv_scratch);
     }
     enqueue_barrier(channel, session, comm, count * size);
   };
