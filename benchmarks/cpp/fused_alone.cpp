@@ -127,8 +127,8 @@ class Rank final : public torch::CustomClassHolder {
   }
 
   // out = this rank's rows of x * weight^T, and what tiles() has of the other ranks. Each rank has
-  // `chunk_rows` of the rows, as long as there are any. `pieces`: see FusedScatter. Scales: one of
-  // each operand, or one for each row of both.
+  // `chunk_rows` of the rows, as long as there are any. `pieces`: see FusedReduceScatter. Scales:
+  // one of each operand, or one for each row of both.
   void scatter(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& out,
                int64_t chunk_rows, int64_t pieces, const std::optional<at::Tensor>& x_scale,
                const std::optional<at::Tensor>& weight_scale) {
@@ -139,14 +139,14 @@ class Rank final : public torch::CustomClassHolder {
     };
     const std::optional<at::Tensor> scale =
         x_scale ? std::optional(computed(*x_scale)) : std::nullopt;
-    overlap_.run_fused(
-        *transport_,
-        torch_overlap::FusedScatter{.gemm = args_of(computed(x), weight, out, scale, weight_scale),
-                                    .rows = rows,
-                                    .at = 0,
-                                    .out = out,
-                                    .factor = 1,
-                                    .pieces = static_cast<int>(pieces)});
+    overlap_.run_fused(*transport_,
+                       torch_overlap::FusedReduceScatter{
+                           .gemm = args_of(computed(x), weight, out, scale, weight_scale),
+                           .rows = rows,
+                           .at = 0,
+                           .out = out,
+                           .factor = 1,
+                           .pieces = static_cast<int>(pieces)});
   }
 
   // Returns the data that `source` stored for the rows of `owner`, in the shape of `like`: one

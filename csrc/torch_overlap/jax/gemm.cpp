@@ -30,12 +30,13 @@ constexpr std::string_view kGemm = "gemm";
 at::Tensor own_rows(const at::Tensor& result, int64_t all_rows, int64_t first_size, int rank,
                     int ranks) {
   if (!result.defined() || result.numel() == 0 || first_size % ranks == 0) return result;
-  const int64_t most = (first_size + ranks - 1) / ranks;
-  TORCH_OVERLAP_CHECK(result.size(0) == most, kValue, kGemm, ": expected a result of ", most,
+  const RowPartition parts{.rows = first_size, .size = ranks};
+  const int64_t largest = parts.largest();
+  TORCH_OVERLAP_CHECK(result.size(0) == largest, kValue, kGemm, ": expected a result of ", largest,
                       " in its first dimension, the largest part of ", first_size, " (", all_rows,
                       " rows) for ", ranks, " ranks, got ", result.size(0), ". Allocate it so.");
-  const int64_t own = std::clamp<int64_t>(first_size - most * rank, 0, most);
-  if (own < most) result.narrow(0, own, most - own).zero_();
+  const int64_t own = parts.length(rank);
+  if (own < largest) result.narrow(0, own, largest - own).zero_();
   return result.narrow(0, 0, own);
 }
 

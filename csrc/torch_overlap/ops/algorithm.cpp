@@ -39,7 +39,8 @@ std::string channel_unsupported_reason(const ChannelRequirement& required, const
 ChannelRequirements channels_of(const OverlapProblem& problem, const TorchComm&) {
   ChannelRequirements channels;
   if (problem.gather_bytes) channels.push_back({OperatorChannel::gather, *problem.gather_bytes});
-  if (problem.scatter_bytes) channels.push_back({OperatorChannel::scatter, *problem.scatter_bytes});
+  if (problem.reduce_scatter_bytes)
+    channels.push_back({OperatorChannel::reduce_scatter, *problem.reduce_scatter_bytes});
   return channels;
 }
 
@@ -83,7 +84,7 @@ ChannelRequirements fused_channels(const OverlapProblem& problem, const TorchCom
 
 // True if a fused kernel waits for data that copies deliver.
 bool waits_for_copies(const OverlapProblem& problem, const TorchComm& comm) {
-  return problem.gather_bytes && !problem.scatter_bytes &&
+  return problem.gather_bytes && !problem.reduce_scatter_bytes &&
          fused_allreduce_bytes(problem, comm) == 0;
 }
 
@@ -193,7 +194,7 @@ bool shares_devices(const OverlapProblem& problem, const TorchComm& comm) {
 
 FusedShape fused_allreduce_shape(const OverlapProblem& problem, const TorchComm& comm) {
   FusedShape shape = fused_shape(problem, comm, problem.fused.value().n.at(0));
-  shape.rows.rows = problem.layer.value().m;
+  shape.rows.rows = problem.global_shape.value().m;
   return shape;
 }
 

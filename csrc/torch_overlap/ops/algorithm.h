@@ -48,12 +48,12 @@ struct FusedProducts {
 struct OverlapProblem {
   std::string_view op;   // has static storage duration
   at::ScalarType dtype;  // dtype that is sent or summed; for 8-bit operators, the result's
-  // Product of the whole layer: all ranks' rows and features. Empty: no measurements exist.
-  std::optional<GemmShape> layer = std::nullopt;
+  // Shape of the whole GEMM: all ranks' rows and features. Empty: no measurements exist.
+  std::optional<GemmShape> global_shape = std::nullopt;
   int64_t chunk_rows = 0;  // rows of one rank's chunk, or of a piece
   // Capacity in bytes that the channels must have. Empty: the channel is not used.
   std::optional<int64_t> gather_bytes = std::nullopt;
-  std::optional<int64_t> scatter_bytes = std::nullopt;
+  std::optional<int64_t> reduce_scatter_bytes = std::nullopt;
   std::optional<FusedProducts> fused = std::nullopt;  // empty: the operator has no fused kernels
   // The channel of "low_latency". Empty: the operator has no such algorithm.
   std::optional<ChannelRequirement> low_latency = std::nullopt;

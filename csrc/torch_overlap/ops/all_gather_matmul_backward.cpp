@@ -87,9 +87,9 @@ OverlapProblem problem_of_backward(const AllGatherMatmulBackward& call, const To
       .dtype = dtype,
       .chunk_rows = rows,
       .gather_bytes = gathers ? std::optional(gather_bytes(comm, own)) : std::nullopt,
-      .scatter_bytes = call.x_wanted ? std::optional(scatter_bytes(comm, call.group_size * rows,
-                                                                   own.size(1), dtype))
-                                     : std::nullopt,
+      .reduce_scatter_bytes = call.x_wanted ? std::optional(reduce_scatter_bytes(
+                                                  comm, call.group_size * rows, own.size(1), dtype))
+                                            : std::nullopt,
       .fused = FusedProducts{.n = {own.size(1)}, .k = features, .types = FusedTypes::all(dtype)},
       .can_pipeline = is_channel_dtype(dtype)};
 }
@@ -157,12 +157,13 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
   }
   const auto x_rows = writable_rows(x_grad, dim);
   auto terms = terms_of_x(call, own, grad_rows, algorithm == Algorithm::fused);
-  ScatterProducts sum{.op = kAllGatherMatmulBackward,
-                      .comm = comm,
-                      .gemms = std::move(terms.products),
-                      .start = std::move(terms.start),
-                      .out = x_rows,
-                      .ranks_share_k = false};  // the number of output features may differ by rank
+  ReduceScatterProducts sum{
+      .op = kAllGatherMatmulBackward,
+      .comm = comm,
+      .gemms = std::move(terms.products),
+      .start = std::move(terms.start),
+      .out = x_rows,
+      .ranks_share_k = false};  // the number of output features may differ by rank
   if (algorithm == Algorithm::bulk) {
     run_bulk(
         sum,
@@ -172,7 +173,7 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
         weight_gemms);
   } else {
     sum.meanwhile = multiply_weights;
-    run_scatter(std::move(sum), algorithm);
+    run_reduce_scatter(std::move(sum), algorithm);
   }
   copy_rows_back(x_rows, x_grad, dim);
   return out;

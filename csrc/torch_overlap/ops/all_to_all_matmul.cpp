@@ -34,7 +34,7 @@ Tensor all_to_all_matmul_kernel(const AllToAllMatmul& call) {
   const auto chosen = choose_exchange(
       {.op = kAllToAllMatmul,
        .dtype = call.x.scalar_type(),
-       .layer = GemmShape{matrices[0].size(0), call.weight.size(0), call.weight.size(1)},
+       .global_shape = GemmShape{matrices[0].size(0), call.weight.size(0), call.weight.size(1)},
        .chunk_rows = rows.size(0) / kNumRowPieces,
        .gather_bytes = RowExchange::channel_bytes(matrices)},
       call.algorithm, comm);
@@ -91,13 +91,14 @@ AllToAllMatmulBackward::Result all_to_all_matmul_backward_kernel(
   const auto chosen = choose_exchange(
       {.op = kAllToAllMatmul,
        .dtype = x.scalar_type(),
-       .layer = GemmShape{grad_rows.size(0) * call.group_size, weight.size(0), weight.size(1)},
+       .global_shape =
+           GemmShape{grad_rows.size(0) * call.group_size, weight.size(0), weight.size(1)},
        .chunk_rows = grad_rows.size(0),
        .gather_bytes =
            call.weight_wanted ? std::optional(RowExchange::channel_bytes(matrices)) : std::nullopt,
-       .scatter_bytes = call.x_wanted ? std::optional(ColumnExchange::channel_bytes(
-                                            {static_cast<int64_t>(x_rows.nbytes())}))
-                                      : std::nullopt},
+       .reduce_scatter_bytes = call.x_wanted ? std::optional(ColumnExchange::channel_bytes(
+                                                   {static_cast<int64_t>(x_rows.nbytes())}))
+                                             : std::nullopt},
       call.algorithm, comm);
   if (!chosen) return out;
   std::unique_ptr<RowExchange> inputs;

@@ -73,13 +73,13 @@ void gather_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& o
   out.copy_(gather.rows().view(out.sizes()));
 }
 
-// Computes this rank's part of the sum of `parts`, dim first, on the scatter channel while the
-// products run.
+// Computes this rank's part of the sum of `parts`, dim first, on the reduce-scatter channel while
+// the products run.
 void scatter_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& parts,
                           const std::vector<GemmArgs>& products, const Tensor& out) {
   const int64_t columns = std::gcd(parts.numel() / comm->size(), kMaxColumns);
   const int64_t rows = parts.numel() / columns;
-  const auto channel = operator_channel(kBulkOverlapMatmul, comm, OperatorChannel::scatter,
+  const auto channel = operator_channel(kBulkOverlapMatmul, comm, OperatorChannel::reduce_scatter,
                                         static_cast<int64_t>(parts.nbytes()));
   const OverlapChannel::Use use(*channel);
   channel->data(0, parts.sizes(), parts.scalar_type()).copy_(parts);
@@ -124,7 +124,7 @@ void run_concurrently(const std::shared_ptr<TorchComm>& comm, std::string_view a
        .dtype = product.scalar_type(),
        .chunk_rows = product.size(0),
        .gather_bytes = gather ? std::optional(gather_bytes(*comm, own)) : std::nullopt,
-       .scatter_bytes = gather ? std::nullopt : std::optional<int64_t>(own.nbytes())},
+       .reduce_scatter_bytes = gather ? std::nullopt : std::optional<int64_t>(own.nbytes())},
       algorithm, comm);
   if (!chosen) return explain_as_bulk();
   for (GemmArgs& args : products) args.overlaps_communication = chosen != Algorithm::sequential;

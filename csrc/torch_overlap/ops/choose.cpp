@@ -50,7 +50,7 @@ std::vector<Candidate> candidates_by_rule(const OverlapProblem& problem,
   };
   if (should_fuse_allreduce(problem, comm)) {
     add(Algorithm::fused,
-        concat("one kernel multiplies and sums products of ", problem.layer->m, " rows"));
+        concat("one kernel multiplies and sums products of ", problem.global_shape->m, " rows"));
   }
   if (!is_worth_chunks(problem.chunk_rows)) {
     add(Algorithm::sequential,
@@ -208,8 +208,8 @@ struct ChoiceKey {
 struct ChoiceKeyHash {
   size_t operator()(const ChoiceKey& key) const noexcept {
     const OverlapProblem& problem = key.problem;
-    const GemmShape layer = problem.layer.value_or(GemmShape{});
-    return c10::get_hash(problem.op, problem.dtype, layer.m, layer.n, layer.k, problem.chunk_rows,
+    const GemmShape shape = problem.global_shape.value_or(GemmShape{});
+    return c10::get_hash(problem.op, problem.dtype, shape.m, shape.n, shape.k, problem.chunk_rows,
                          key.asked.has_value(), key.in_graph);
   }
 };

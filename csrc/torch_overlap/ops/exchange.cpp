@@ -41,11 +41,10 @@ class PipelinedRowExchange final : public RowExchange {
       const ProfilerRange span("chunk_comm", step);
       const auto [begin, length] = range(step);
       std::vector<P2POp> transfers;
-      for (const auto& [to, give, from, get] : scatter_schedule(rank_, size_).exchanges) {
+      for (const auto& [dst, send, src, recv] : reduce_scatter_schedule(rank_, size_).exchanges) {
         for (size_t i = 0; i < received_.size(); ++i) {
-          transfers.push_back({P2POp::Type::SEND, part(i, give, range(step)), to});
-          transfers.push_back(
-              {P2POp::Type::RECV, received_[i][from].narrow(0, begin, length), from});
+          transfers.push_back({P2POp::Type::SEND, part(i, send, range(step)), dst});
+          transfers.push_back({P2POp::Type::RECV, received_[i][src].narrow(0, begin, length), src});
         }
       }
       works_.push_back(comm.batch_send_recv(std::move(transfers), /*async_op=*/true));
@@ -90,8 +89,8 @@ class PipelinedColumnExchange final : public ColumnExchange {
  private:
   void transfer(size_t i, size_t step, const Exchange& exchange) override {
     works_.push_back(
-        comm_.batch_send_recv({{P2POp::Type::SEND, part(i, step), exchange.to},
-                               {P2POp::Type::RECV, results_[i][exchange.from], exchange.from}},
+        comm_.batch_send_recv({{P2POp::Type::SEND, part(i, step), exchange.dst},
+                               {P2POp::Type::RECV, results_[i][exchange.src], exchange.src}},
                               /*async_op=*/true));
   }
 
@@ -166,7 +165,7 @@ at::Tensor RowExchange::part(size_t i, int to, const IndexRange& rows) const {
 }
 
 ColumnExchange::ColumnExchange(const TorchComm& comm, const std::vector<at::Tensor>& into)
-    : rank_(comm.rank()), schedule_(scatter_schedule(comm.rank(), comm.size())) {
+    : rank_(comm.rank()), schedule_(reduce_scatter_schedule(comm.rank(), comm.size())) {
   for (const auto& result : into) {
     results_.push_back(result.view({comm.size(), result.size(0) / comm.size(), result.size(1)}));
     send_buffers_.push_back(at::empty(

@@ -78,7 +78,8 @@ class RowExchange {
 };
 
 // all_to_all(y, -1, 0) of products y_i that are computed in parts: the columns for one rank at a
-// time. Each part travels while the next one is computed, in the order of scatter_schedule().
+// time. Each part travels while the next one is computed, in the order of
+// reduce_scatter_schedule().
 class ColumnExchange {
  public:
   // into[i]: [size * rows, columns_i], contiguous. Becomes the result, in rank order. rows: number
@@ -88,7 +89,8 @@ class ColumnExchange {
                                                const std::shared_ptr<TorchComm>& comm,
                                                const std::vector<at::Tensor>& into,
                                                Algorithm algorithm);
-  // Returns the bytes of the scatter channel that `p2p` needs for results of `bytes` each; never 0.
+  // Returns the bytes of the reduce-scatter channel that `p2p` needs for results of `bytes` each;
+  // never 0.
   static TORCH_OVERLAP_API int64_t channel_bytes(const std::vector<int64_t>& bytes);
 
   virtual ~ColumnExchange() = default;
@@ -111,7 +113,7 @@ class ColumnExchange {
   virtual void transfer(size_t i, size_t step, const Exchange& exchange) = 0;
 
   const int rank_;
-  const ScatterSchedule schedule_;
+  const ReduceScatterSchedule schedule_;
   std::vector<at::Tensor> results_;       // [size, rows, columns_i], by source rank
   std::vector<at::Tensor> send_buffers_;  // [size - 1, rows, columns_i], by step
 };

@@ -46,19 +46,20 @@ class ChannelRowExchange final : public RowExchange {
   void send(OverlapChannel::Session& session, size_t step) const {
     const IndexRange rows = range(step);
     const int first_flag = static_cast<int>(step) * size_;
-    for (const Exchange& exchange : scatter_schedule(rank_, size_).exchanges) {
+    for (const Exchange& exchange : reduce_scatter_schedule(rank_, size_).exchanges) {
       for (size_t i = 0; i < matrices_.size(); ++i) {
         const int64_t column = column_offsets_[i] + rank_ * matrices_[i].size(1);
         const bool is_last = i + 1 == matrices_.size();
-        session.exchange(session.streams.comm(),
-                         {.to = exchange.to,
-                          .give = part(i, exchange.to, rows),
-                          .at = (rows.begin * total_ + column) * element_bytes(gathered_),
-                          .flag = is_last ? first_flag + rank_ : Transport::kNoFlag,
-                          .from = exchange.from,
-                          .get = destination(i, exchange.from, rows),
-                          .get_flag = first_flag + exchange.from,
-                          .pitch = total_ * element_bytes(gathered_)});
+        session.exchange(
+            session.streams.comm(),
+            {.dst = exchange.dst,
+             .send = part(i, exchange.dst, rows),
+             .dst_offset_bytes = (rows.begin * total_ + column) * element_bytes(gathered_),
+             .flag = is_last ? first_flag + rank_ : Transport::kNoFlag,
+             .src = exchange.src,
+             .recv = destination(i, exchange.src, rows),
+             .recv_flag = first_flag + exchange.src,
+             .dst_pitch_bytes = total_ * element_bytes(gathered_)});
       }
     }
   }
@@ -85,8 +86,8 @@ class ChannelColumnExchange final : public ColumnExchange {
   ChannelColumnExchange(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                         const std::vector<at::Tensor>& into)
       : ColumnExchange(*comm, into),
-        channel_(
-            operator_channel(op, comm, OperatorChannel::scatter, channel_bytes(bytes_of(into)))),
+        channel_(operator_channel(op, comm, OperatorChannel::reduce_scatter,
+                                  channel_bytes(bytes_of(into)))),
         operation_(op, *channel_,
                    {.entry = EntryPayload{.rows = into[0].size(0),
                                           .signature = OpSignature::all_to_all_columns()},
@@ -120,17 +121,18 @@ class ChannelColumnExchange final : public ColumnExchange {
       // queue the product would wait, too.
       if (i == 0) copy_received(session);
       const bool is_last = i + 1 == results_.size();
-      const auto give = part(i, step);
+      const auto send = part(i, step);
       streams.after(streams.comm(), streams.mark(0));
-      session.exchange(streams.comm(),
-                       {.to = exchange.to,
-                        .give = give,
-                        .at = offsets_bytes_[i] + rank_ * static_cast<int64_t>(give.nbytes()),
-                        .flag = is_last ? rank_ : Transport::kNoFlag,
-                        .from = exchange.from,
-                        .get = receive_buffers_[i][exchange.from],
-                        .get_flag = exchange.from});
-      if (is_last) pending_source_ = exchange.from;
+      session.exchange(
+          streams.comm(),
+          {.dst = exchange.dst,
+           .send = send,
+           .dst_offset_bytes = offsets_bytes_[i] + rank_ * static_cast<int64_t>(send.nbytes()),
+           .flag = is_last ? rank_ : Transport::kNoFlag,
+           .src = exchange.src,
+           .recv = receive_buffers_[i][exchange.src],
+           .recv_flag = exchange.src});
+      if (is_last) pending_source_ = exchange.src;
     });
   }
 

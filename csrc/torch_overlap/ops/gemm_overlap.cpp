@@ -174,7 +174,7 @@ GemmResults run_gather(const GemmOp& call, const Buffer& buffer) {
 }
 
 // Returns this rank's rows of the sum of all ranks' products.
-GemmResults run_scatter(const GemmOp& call, const Buffer& buffer) {
+GemmResults run_reduce_scatter(const GemmOp& call, const Buffer& buffer) {
   TORCH_OVERLAP_CHECK(!call.aux_in, kValue, kGemm,
                       ": expected no aux_in for RS with a method other than BULK, got one. The "
                       "product is what is reduced; aux_in is for BULK.");
@@ -233,7 +233,7 @@ GemmResults run_overlapped(const GemmOp& call) {
                       ": Operation not supported. Expected comm_type to be that of buffer ",
                       call.comm_overlap_id, ", ", to_string(buffer->config().comm_type), ", got ",
                       to_string(type), ". Make a buffer of the other type.");
-  return type == CommOverlapType::AG ? run_gather(call, buffer) : run_scatter(call, buffer);
+  return type == CommOverlapType::AG ? run_gather(call, buffer) : run_reduce_scatter(call, buffer);
 }
 
 }  // namespace torch_overlap::ops

@@ -70,9 +70,9 @@ std::vector<Tensor> matmul_all_to_all_kernel(const MatmulAllToAll& call) {
   const auto chosen = choose_exchange(
       {.op = kMatmulAllToAll,
        .dtype = call.x.scalar_type(),
-       .layer = GemmShape{inputs.size(0) * call.group_size, features, inputs.size(1)},
+       .global_shape = GemmShape{inputs.size(0) * call.group_size, features, inputs.size(1)},
        .chunk_rows = inputs.size(0),
-       .scatter_bytes = ColumnExchange::channel_bytes(bytes)},
+       .reduce_scatter_bytes = ColumnExchange::channel_bytes(bytes)},
       call.algorithm, comm);
   if (!chosen) return out;
   if (chosen == Algorithm::sequential) {
@@ -169,7 +169,7 @@ MatmulAllToAllBackward::Result matmul_all_to_all_backward_kernel(
   const auto chosen = choose_exchange(
       {.op = kMatmulAllToAll,
        .dtype = call.x.scalar_type(),
-       .layer = GemmShape{inputs.size(0) * call.group_size, features, inputs.size(1)},
+       .global_shape = GemmShape{inputs.size(0) * call.group_size, features, inputs.size(1)},
        .chunk_rows = inputs.size(0) / kNumRowPieces,
        .gather_bytes = RowExchange::channel_bytes(matrices)},
       call.algorithm, comm);

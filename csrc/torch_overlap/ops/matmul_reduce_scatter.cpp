@@ -39,7 +39,7 @@ Tensor matmul_reduce_scatter_kernel(const MatmulReduceScatter& call) {
   GemmArgs args;
   args.lhs = operand(to_rows(call.x, dim));
   args.rhs = transposed_operand(call.weight);
-  const ScatterProducts products{
+  const ReduceScatterProducts products{
       .op = kMatmulReduceScatter,
       .comm = find_comm(kMatmulReduceScatter, call.comm, call.group_size),
       .gemms = {std::move(args)},
@@ -48,7 +48,7 @@ Tensor matmul_reduce_scatter_kernel(const MatmulReduceScatter& call) {
       .out = writable_rows(out, dim)};
   const auto algorithm = choose_forward(problem_of(products), call.algorithm, products.comm);
   if (!algorithm) return out;
-  run_scatter(products, *algorithm);
+  run_reduce_scatter(products, *algorithm);
   copy_rows_back(products.out, out, dim);
   return out;
 }

@@ -143,14 +143,14 @@ struct ScatterBuffers {
   std::shared_ptr<OverlapChannel> channel;
   RowPartition rows;
   at::Tensor partial;   // [rows, columns]: this rank's products
-  at::Tensor received;  // see ScatterGemm
+  at::Tensor received;  // see ReduceScatterGemm
 };
 
-RowPartition partition_of(const ScatterProducts& products) {
+RowPartition partition_of(const ReduceScatterProducts& products) {
   return {gemm_shape(products.gemms.at(0)).m, products.comm->size(), products.row_unit};
 }
 
-ScatterBuffers scatter_buffers(const ScatterProducts& products, Algorithm algorithm) {
+ScatterBuffers scatter_buffers(const ReduceScatterProducts& products, Algorithm algorithm) {
   const auto& comm = products.comm;
   const RowPartition rows = partition_of(products);
   const int64_t columns = products.out.size(1);
@@ -158,14 +158,14 @@ ScatterBuffers scatter_buffers(const ScatterProducts& products, Algorithm algori
   const std::vector<int64_t> partial{rows.rows, columns};
   const std::vector<int64_t> received{comm->size() * rows.largest(), columns};
   if (algorithm == Algorithm::pipelined) {
-    return {.channel = pipeline_channel(products.op, comm, OperatorChannel::scatter),
+    return {.channel = pipeline_channel(products.op, comm, OperatorChannel::reduce_scatter),
             .rows = rows,
             .partial = at::empty(partial, products.out.options()),
             .received = at::empty(received, products.out.options())};
   }
   const auto channel =
-      operator_channel(products.op, comm, OperatorChannel::scatter,
-                       scatter_bytes(*comm, rows.rows, columns, dtype, products.row_unit));
+      operator_channel(products.op, comm, OperatorChannel::reduce_scatter,
+                       reduce_scatter_bytes(*comm, rows.rows, columns, dtype, products.row_unit));
   return {.channel = channel,
           .rows = rows,
           .partial = channel->data(0, partial, dtype),
@@ -182,7 +182,7 @@ void accumulate_into(const at::Tensor& partial, const at::Tensor& start,
   }
 }
 
-void multiply_then_reduce_scatter(const ScatterProducts& products) {
+void multiply_then_reduce_scatter(const ReduceScatterProducts& products) {
   const auto partial =
       at::empty({partition_of(products).rows, products.out.size(1)}, products.out.options());
   auto gemms = products.gemms;
@@ -195,11 +195,12 @@ void multiply_then_reduce_scatter(const ScatterProducts& products) {
   if (products.meanwhile) products.meanwhile();
 }
 
-void scatter_in_chunks(ScatterProducts products, Algorithm algorithm) {
+void scatter_in_chunks(ReduceScatterProducts products, Algorithm algorithm) {
   const ScatterBuffers buffers = scatter_buffers(products, algorithm);
   const OverlapChannel::Use use(*buffers.channel);
   accumulate_into(buffers.partial, products.start, products.gemms);
-  const auto execute = algorithm == Algorithm::fused ? run_fused_scatter : run_scatter_gemm;
+  const auto execute =
+      algorithm == Algorithm::fused ? run_fused_reduce_scatter : run_reduce_scatter_gemm;
   execute(products.op, *buffers.channel,
           {.gemms = std::move(products.gemms),
            .rows = buffers.rows,
@@ -222,8 +223,8 @@ int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Ten
   return std::max<int64_t>(bytes, 1);
 }
 
-int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype,
-                      int64_t row_unit) {
+int64_t reduce_scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns,
+                             at::ScalarType dtype, int64_t row_unit) {
   // The products of all rows, and each rank's part of this rank's rows.
   const RowPartition partition{rows, comm.size(), row_unit};
   return std::max<int64_t>(
@@ -246,16 +247,16 @@ OverlapProblem problem_of(const GatherProducts& products) {
   const auto dtype = products.gemms.at(0).out.scalar_type();
   const int64_t bytes = gather_bytes(comm, products.own, products.scales);
   const bool is_scaled = products.gemms[0].rhs.scaling != ScalingMode::NO_SCALING;
-  GemmShape layer{rows * comm.size(), 0, k};
+  GemmShape global_shape{rows * comm.size(), 0, k};
   FusedProducts fused{
       .n = {}, .k = k, .types = fused_types(products.gemms[0], products.own.scalar_type(), dtype)};
   for (const GemmArgs& args : products.gemms) {
     fused.n.push_back(features_of(args.rhs));
-    layer.n += comm.size() * fused.n.back();
+    global_shape.n += comm.size() * fused.n.back();
   }
   return {.op = products.op,
           .dtype = dtype,
-          .layer = layer,
+          .global_shape = global_shape,
           .chunk_rows = rows,
           .gather_bytes = bytes,
           .fused = std::move(fused),
@@ -286,7 +287,7 @@ void run_gather(GatherProducts products, Algorithm algorithm) {
   }
 }
 
-OverlapProblem problem_of(const ScatterProducts& products) {
+OverlapProblem problem_of(const ReduceScatterProducts& products) {
   const TorchComm& comm = *products.comm;
   const auto& gemms = products.gemms;
   const int64_t rows = gemm_shape(gemms.at(0)).m;
@@ -300,9 +301,9 @@ OverlapProblem problem_of(const ScatterProducts& products) {
   OverlapProblem problem{
       .op = products.op,
       .dtype = dtype,
-      .layer = GemmShape{rows, columns, k * comm.size()},
+      .global_shape = GemmShape{rows, columns, k * comm.size()},
       .chunk_rows = products.out.size(0),
-      .scatter_bytes = scatter_bytes(comm, rows, columns, dtype, products.row_unit),
+      .reduce_scatter_bytes = reduce_scatter_bytes(comm, rows, columns, dtype, products.row_unit),
       .can_pipeline = is_channel_dtype(dtype)};
   if (may_fuse) {
     problem.fused =
@@ -317,14 +318,14 @@ OverlapProblem problem_of(const ScatterProducts& products) {
   return problem;
 }
 
-void check(const ScatterProducts& products) {
+void check(const ReduceScatterProducts& products) {
   const RowPartition rows = partition_of(products);
   for (const GemmArgs& whole : products.gemms) {
     check_gemm(products.op, product_of_rows(whole, 0, rows.length(0), products.out));
   }
 }
 
-void run_scatter(ScatterProducts products, Algorithm algorithm) {
+void run_reduce_scatter(ReduceScatterProducts products, Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::sequential:
     case Algorithm::bulk:  // differs in the gradient only, which calls run_bulk()
@@ -345,7 +346,7 @@ void run_scatter(ScatterProducts products, Algorithm algorithm) {
   }
 }
 
-void run_bulk(const ScatterProducts& products, const std::function<void()>& before_reduction,
+void run_bulk(const ReduceScatterProducts& products, const std::function<void()>& before_reduction,
               const std::vector<GemmArgs>& concurrent) {
   const ScatterBuffers buffers = scatter_buffers(products, Algorithm::bulk);
   const OverlapChannel::Use use(*buffers.channel);

@@ -44,7 +44,7 @@ void run_gather(GatherProducts products, Algorithm algorithm);
 
 // out = this rank's rows of the sum (or mean) over ranks of start + the sum of the products, plus
 // bias.
-struct ScatterProducts {
+struct ReduceScatterProducts {
   std::string_view op;
   std::shared_ptr<TorchComm> comm;
   std::vector<GemmArgs> gemms;  // the products of all rows; `out` is ignored
@@ -53,7 +53,7 @@ struct ScatterProducts {
   at::Tensor bias{};  // added after the reduction; or undefined
   bool mean = false;
   at::Tensor out;  // [rows, columns], contiguous
-  // See ScatterGemm.
+  // See ReduceScatterGemm.
   bool ranks_share_k = true;
   // The number of rows of each rank is a multiple of it.
   int64_t row_unit = 1;
@@ -61,13 +61,13 @@ struct ScatterProducts {
   // last transfers of `p2p` and `pipelined`; other algorithms call it after the reduction.
   std::function<void()> meanwhile{};
 };
-OverlapProblem problem_of(const ScatterProducts& products);
+OverlapProblem problem_of(const ReduceScatterProducts& products);
 // Checks the product of this rank's rows.
-void check(const ScatterProducts& products);
-void run_scatter(ScatterProducts products, Algorithm algorithm);
+void check(const ReduceScatterProducts& products);
+void run_reduce_scatter(ReduceScatterProducts products, Algorithm algorithm);
 // The gradient's "bulk": one product for all rows. `before_reduction` is called after it, and the
 // reduction runs concurrently with the GEMMs `concurrent`. A sum without bias.
-void run_bulk(const ScatterProducts& products, const std::function<void()>& before_reduction,
+void run_bulk(const ReduceScatterProducts& products, const std::function<void()>& before_reduction,
               const std::vector<GemmArgs>& concurrent);
 
 // out = the sum (or mean) over ranks of the product, plus bias, on every rank.
@@ -115,11 +115,11 @@ class ChannelGather {
   std::optional<BackgroundGather> gather_;
 };
 
-// Returns the bytes of the gather channel for these rows of one rank, and of the scatter channel
-// for the products of all rows; never 0.
+// Returns the bytes of the gather channel for these rows of one rank, and of the reduce-scatter
+// channel for the products of all rows; never 0.
 int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Tensor& scales = {});
-int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype,
-                      int64_t row_unit = 1);
+int64_t reduce_scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns,
+                             at::ScalarType dtype, int64_t row_unit = 1);
 
 // Returns the types of the fused kernels of a product with results of type `out`.
 FusedTypes fused_types(const GemmArgs& args, at::ScalarType lhs, at::ScalarType out);

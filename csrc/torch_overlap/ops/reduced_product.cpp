@@ -46,13 +46,13 @@ class BlockwiseReduction {
       const auto rows = row_view(out, block.begin, block.length);
       const RowPartition partition{block.length, comm->size(), product_.row_unit};
       const auto own = rows_of_rank(rows, partition, comm->rank());
-      run_scatter(ScatterProducts{.op = product_.op,
-                                  .comm = comm,
-                                  .gemms = {product_of_rows(product_, block, rows)},
-                                  .mean = product_.mean,
-                                  .out = own,
-                                  .row_unit = product_.row_unit},
-                  algorithm);
+      run_reduce_scatter(ReduceScatterProducts{.op = product_.op,
+                                               .comm = comm,
+                                               .gemms = {product_of_rows(product_, block, rows)},
+                                               .mean = product_.mean,
+                                               .out = own,
+                                               .row_unit = product_.row_unit},
+                         algorithm);
       finish_gather();
       in_flight_ = Block{rows, partition};
       gather_.emplace(product_.op, comm, own, partition, /*with_own=*/false);
@@ -176,22 +176,23 @@ OverlapProblem problem_of(const AllReduceProduct& product) {
   const int64_t local_k = gemm_shape(product.gemm).k;
   const auto blocks = static_cast<int>(block_count(rows, features));
   const int64_t block = RowPartition{rows, blocks, product.row_unit}.largest();
-  return {.op = product.op,
-          .dtype = dtype,
-          .layer = GemmShape{rows, features, local_k * comm.size()},
-          .chunk_rows = rows / kNumAllReduceChunks,
-          // The channels hold the largest block.
-          .gather_bytes = std::max<int64_t>(
-              block * features * static_cast<int64_t>(c10::elementSize(dtype)), 1),
-          .scatter_bytes = scatter_bytes(comm, block, features, dtype, product.row_unit),
-          .fused = FusedProducts{.n = {features},
-                                 .k = local_k,
-                                 .rows = block,
-                                 .types = fused_types(product.gemm,
-                                                      product.gemm.lhs.data.scalar_type(), dtype)},
-          .low_latency = ChannelRequirement{OperatorChannel::low_latency,
-                                            low_latency_bytes(comm, rows, features, dtype)},
-          .is_all_reduce = true};
+  return {
+      .op = product.op,
+      .dtype = dtype,
+      .global_shape = GemmShape{rows, features, local_k * comm.size()},
+      .chunk_rows = rows / kNumAllReduceChunks,
+      // The channels hold the largest block.
+      .gather_bytes =
+          std::max<int64_t>(block * features * static_cast<int64_t>(c10::elementSize(dtype)), 1),
+      .reduce_scatter_bytes = reduce_scatter_bytes(comm, block, features, dtype, product.row_unit),
+      .fused = FusedProducts{.n = {features},
+                             .k = local_k,
+                             .rows = block,
+                             .types = fused_types(product.gemm, product.gemm.lhs.data.scalar_type(),
+                                                  dtype)},
+      .low_latency = ChannelRequirement{OperatorChannel::low_latency,
+                                        low_latency_bytes(comm, rows, features, dtype)},
+      .is_all_reduce = true};
 }
 
 void check(const AllReduceProduct& product) {

@@ -43,7 +43,7 @@ Tensor scaled_matmul_reduce_scatter_kernel(const ScaledMatmulReduceScatter& call
   sizes.back() = call.weight.sym_size(0);
   auto out = at::empty_symint(sizes, call.x.options().dtype(call.out_dtype));
   if (is_shape_only(call.x)) return out;
-  const ScatterProducts products{
+  const ReduceScatterProducts products{
       .op = kScaledReduceScatter,
       .comm = find_comm(kScaledReduceScatter, call.comm, call.group_size),
       .gemms = {scaled_product(call.x, call.x_scale_inv, dim, call.weight, call.weight_scale_inv,
@@ -57,7 +57,7 @@ Tensor scaled_matmul_reduce_scatter_kernel(const ScaledMatmulReduceScatter& call
   const auto algorithm = choose_algorithm(problem_of(products), call.algorithm, products.comm,
                                           [&] { check(products); });
   if (!algorithm) return out;
-  run_scatter(products, *algorithm);
+  run_reduce_scatter(products, *algorithm);
   copy_rows_back(products.out, out, dim);
   return out;
 }

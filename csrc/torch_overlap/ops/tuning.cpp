@@ -147,7 +147,7 @@ class SharedTuning final : public CommAttachment {
 };
 
 bool can_have_tuning(const OverlapProblem& problem, const TorchComm& comm) {
-  return problem.layer && problem.layer->m > 0 && comm.backend_name() != "fake";
+  return problem.global_shape && problem.global_shape->m > 0 && comm.backend_name() != "fake";
 }
 
 std::string device_name(const OverlapProblem& problem, const TorchComm& comm) {
@@ -163,7 +163,7 @@ int sm_count(const OverlapProblem& problem, const TorchComm& comm) {
 std::optional<TunedAlgorithm> find_nearest_tuned(const OverlapProblem& problem,
                                                  const TorchComm& comm, const SharedTuning* shared,
                                                  bool in_graph) {
-  const auto& [m, n, k] = problem.layer.value();
+  const auto& [m, n, k] = problem.global_shape.value();
   const Sizes sizes = sizes_of(m, n, k);
   const auto kind =
       kind_of(problem.op, problem.dtype, comm.size(),

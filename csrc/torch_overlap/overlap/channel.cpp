@@ -268,12 +268,12 @@ void OverlapChannel::Session::sum(int stream, const SumArgs& args) {
 void OverlapChannel::log_exchange(const Transport::Move& move) const {
   const auto begin = concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": ");
   if (move.flag == Transport::kNoFlag) {
-    std::cerr << concat(begin, "part of the next chunk, ", move.give.nbytes(), " bytes to rank ",
-                        move.to, " by ", transport_->name(), "\n");
+    std::cerr << concat(begin, "part of the next chunk, ", move.send.nbytes(), " bytes to rank ",
+                        move.dst, " by ", transport_->name(), "\n");
     return;
   }
-  std::cerr << concat(begin, "chunk ", move.flag, " of ", move.give.nbytes(), " bytes to rank ",
-                      move.to, ", chunk ", move.get_flag, " from rank ", move.from, " by ",
+  std::cerr << concat(begin, "chunk ", move.flag, " of ", move.send.nbytes(), " bytes to rank ",
+                      move.dst, ", chunk ", move.recv_flag, " from rank ", move.src, " by ",
                       transport_->name(), "\n");
 }
 
@@ -397,19 +397,19 @@ OverlapChannel::Use::~Use() {
 }
 
 void OverlapChannel::enter() {
-  if (uses_ == 0) streams_->enter();
+  if (uses_ == 0) streams_->wait_for_previous();
 }
 
 void OverlapChannel::leave() {
   if (uses_ > 0) return;
   transport_->end();
-  streams_->leave();
+  streams_->record_last();
 }
 
 void OverlapChannel::end_quietly() noexcept {
   try {
     transport_->end();
-    streams_->leave();
+    streams_->record_last();
   } catch (const std::exception&) {  // the device is broken, or the capture is
   }
 }

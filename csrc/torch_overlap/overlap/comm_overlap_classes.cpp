@@ -182,7 +182,7 @@ void CommOverlapP2PBase::do_rs(std::string_view op, const GemmArgs& args, const 
       kUnsupported, op, ": expected parts of a multiple of ", kScaledRows, " rows with ",
       args.lhs.swizzled ? "swizzled scales" : to_string(args.lhs.scaling), ", got parts of ",
       rows().largest(), "; use PIPELINE, or scales with a row for each of lhs");
-  run_scatter_gemm(
+  run_reduce_scatter_gemm(
       op, channel(),
       {.gemms = {product},
        .rows = rows(),

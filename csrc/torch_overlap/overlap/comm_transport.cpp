@@ -8,11 +8,11 @@ void CommTransport::exchange(OverlapStreams& streams, int stream, const Move& mo
   auto started = std::make_shared<WorkPtr>();
   streams.run(stream, "exchange", [comm = comm_.lock(), move, started] {
     std::vector<P2POp> ops;
-    if (move.give.numel() > 0) ops.push_back({P2POp::Type::SEND, move.give, move.to});
-    if (move.get.numel() > 0) ops.push_back({P2POp::Type::RECV, move.get, move.from});
+    if (move.send.numel() > 0) ops.push_back({P2POp::Type::SEND, move.send, move.dst});
+    if (move.recv.numel() > 0) ops.push_back({P2POp::Type::RECV, move.recv, move.src});
     if (!ops.empty()) *started = comm->batch_send_recv(std::move(ops), /*async_op=*/true);
   });
-  pending_recvs_.insert_or_assign(move.get_flag,
+  pending_recvs_.insert_or_assign(move.recv_flag,
                                   PendingRecv{.started = streams.mark(stream), .work = started});
 }
 

@@ -29,7 +29,7 @@ void OverlapDevice::run_fused(Transport&, const FusedGather&) {
   fail(ErrorKind::kUnsupported, "all-gather and product: expected a device with fused kernels");
 }
 
-void OverlapDevice::run_fused(Transport&, const FusedScatter&) {
+void OverlapDevice::run_fused(Transport&, const FusedReduceScatter&) {
   fail(ErrorKind::kUnsupported, "product and reduce-scatter: expected a device with fused kernels");
 }
 

@@ -95,9 +95,9 @@ class TORCH_OVERLAP_API OverlapDevice {
   }
   // Returns FusedGather::senders for this gather; the same on all ranks.
   virtual int num_gather_senders(const FusedGather& problem) const { return 0; }
-  // Returns FusedScatter::pieces for this scatter, at most `most`; the same on all ranks.
-  virtual int num_scatter_pieces(const Transport& transport, const FusedScatter& problem,
-                                 int most) const {
+  // Returns FusedReduceScatter::pieces for this scatter, at most `most`; the same on all ranks.
+  virtual int num_reduce_scatter_pieces(const Transport& transport,
+                                        const FusedReduceScatter& problem, int most) const {
     return 0;
   }
   // Returns the number of bytes of a channel that a fused GEMM and all-reduce needs; 0 if there is
@@ -107,10 +107,10 @@ class TORCH_OVERLAP_API OverlapDevice {
   // ranks.
   virtual bool should_fuse_allreduce(const FusedShape& shape, int sms) const { return false; }
   // Enqueues the kernel on the current stream, within an operation. A FusedAllReduce, a
-  // FusedScatter without pieces and a FusedGather with senders enter the operation in the kernel;
-  // Transport::begin() must not have been called for them.
+  // FusedReduceScatter without pieces and a FusedGather with senders enter the operation in the
+  // kernel; Transport::begin() must not have been called for them.
   virtual void run_fused(Transport& transport, const FusedGather& problem);
-  virtual void run_fused(Transport& transport, const FusedScatter& problem);
+  virtual void run_fused(Transport& transport, const FusedReduceScatter& problem);
   virtual void run_fused(Transport& transport, const FusedAllReduce& problem);
   // Collectives in one kernel, which enters the operation itself: Transport::begin() must not have
   // been called. has_kernel() is true if there is one, the same on all ranks; run_low_latency()

@@ -48,7 +48,7 @@ TORCH_OVERLAP_API void run_low_latency_gather(std::string_view op, OverlapChanne
                                               const GatherGemm& problem);
 
 // A GEMM whose rows are summed over ranks, each row by its owner.
-struct ScatterGemm {
+struct ReduceScatterGemm {
   // GEMMs of all rows: out is `partial`. The first one writes it, the others accumulate.
   std::vector<GemmArgs> gemms;
   RowPartition rows;
@@ -68,13 +68,13 @@ struct ScatterGemm {
   std::function<void()> meanwhile{};
 };
 // Uses flags 0 .. size - 1. `partial` and `received` must not overlap.
-TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,
-                                        const ScatterGemm& problem);
+TORCH_OVERLAP_API void run_reduce_scatter_gemm(std::string_view op, OverlapChannel& channel,
+                                               const ReduceScatterGemm& problem);
 // The same for one GEMM without scale_inv, which the device must support: a kernel computes this
 // rank's rows and sums. The other rows are sent by the same kernel, or by copies of GEMMs of
 // pieces. `meanwhile` runs after the kernel. Uses all flags of the channel.
-TORCH_OVERLAP_API void run_fused_scatter(std::string_view op, OverlapChannel& channel,
-                                         const ScatterGemm& problem);
+TORCH_OVERLAP_API void run_fused_reduce_scatter(std::string_view op, OverlapChannel& channel,
+                                                const ReduceScatterGemm& problem);
 
 // A GEMM whose result is summed in place over ranks: each rank reads the sums that it needs from
 // its peers.

@@ -39,14 +39,14 @@ void enqueue_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& se
     }
   } else {
     const auto mine = channel.data(part.at, {part.rows.rows, part.columns}, part.dtype);
-    for (const Exchange& exchange : scatter_schedule(rank, size).exchanges) {
-      session.exchange(stream, {.to = exchange.to,
-                                .give = rows_of_rank(mine, part.rows, exchange.to),
-                                .at = 0,
+    for (const Exchange& exchange : reduce_scatter_schedule(rank, size).exchanges) {
+      session.exchange(stream, {.dst = exchange.dst,
+                                .send = rows_of_rank(mine, part.rows, exchange.dst),
+                                .dst_offset_bytes = 0,
                                 .flag = part.flags + rank,
-                                .from = exchange.from,
-                                .get = received[exchange.from],
-                                .get_flag = part.flags + exchange.from});
+                                .src = exchange.src,
+                                .recv = received[exchange.src],
+                                .recv_flag = part.flags + exchange.src});
     }
     session.wait_for_flags(stream, others);
     for (int peer = 0; peer < size; ++peer) {

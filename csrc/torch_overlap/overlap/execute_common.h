@@ -86,13 +86,14 @@ inline Transport::Move chunk_move(const OverlapChannel& channel, const GatheredR
                                   const RowPartition& rows, const Exchange& exchange,
                                   int first_flag) {
   const int rank = channel.group().rank();
-  return {.to = exchange.to,
-          .give = exchange.give == rank ? part.own : rows_of_rank(part.all, rows, exchange.give),
-          .at = channel.offset_of(part.all) + rows.begin(exchange.give) * row_bytes(part.all),
-          .flag = first_flag + exchange.give,
-          .from = exchange.from,
-          .get = rows_of_rank(part.all, rows, exchange.get),
-          .get_flag = first_flag + exchange.get};
+  return {.dst = exchange.dst,
+          .send = exchange.send == rank ? part.own : rows_of_rank(part.all, rows, exchange.send),
+          .dst_offset_bytes =
+              channel.offset_of(part.all) + rows.begin(exchange.send) * row_bytes(part.all),
+          .flag = first_flag + exchange.send,
+          .src = exchange.src,
+          .recv = rows_of_rank(part.all, rows, exchange.recv),
+          .recv_flag = first_flag + exchange.recv};
 }
 
 // Enqueues a barrier of the ranks that map each other's memory: signals flags + rank() on all ranks

@@ -77,14 +77,14 @@ namespace {
 // Returns the GEMMs of the pieces of each chunk, by exchange.
 std::vector<std::vector<CheckedGemm>> products_of_pieces(std::string_view op,
                                                          const CheckedGemm& all,
-                                                         const FusedScatter& fused,
+                                                         const FusedReduceScatter& fused,
                                                          const std::vector<Exchange>& exchanges) {
   std::vector<std::vector<CheckedGemm>> products;
   for (const Exchange& exchange : exchanges) {
     auto& of_chunk = products.emplace_back();
-    for (const IndexRange& piece : fused.pieces_of(exchange.give)) {
+    for (const IndexRange& piece : fused.pieces_of(exchange.send)) {
       of_chunk.emplace_back(op,
-                            all.rows(fused.rows.begin(exchange.give) + piece.begin, piece.length));
+                            all.rows(fused.rows.begin(exchange.send) + piece.begin, piece.length));
     }
   }
   return products;
@@ -95,8 +95,9 @@ std::vector<std::vector<CheckedGemm>> products_of_pieces(std::string_view op,
 // is ordered after all of these GEMMs and after begin(): none of its blocks may wait for another
 // rank while those still need its SM. `fused` and `products` must live until the streams are
 // joined.
-void enqueue_products_and_sends(OverlapChannel::Session& session, const ScatterGemm& problem,
-                                const FusedScatter& fused, const std::vector<Exchange>& exchanges,
+void enqueue_products_and_sends(OverlapChannel::Session& session, const ReduceScatterGemm& problem,
+                                const FusedReduceScatter& fused,
+                                const std::vector<Exchange>& exchanges,
                                 std::vector<std::vector<CheckedGemm>>& products) {
   const OverlapChannel& channel = session.channel;
   const int rank = channel.group().rank();
@@ -104,20 +105,20 @@ void enqueue_products_and_sends(OverlapChannel::Session& session, const ScatterG
   OverlapStreams& streams = session.streams;
   const int comm = streams.comm();
   const int64_t row = row_bytes(problem.partial);
-  const int64_t at = fused.at + rank * problem.rows.largest() * row;
+  const int64_t offset_bytes = fused.at + rank * problem.rows.largest() * row;
   for (size_t i = 0; i < exchanges.size(); ++i) {
-    const auto rows = rows_of_rank(problem.partial, problem.rows, exchanges[i].give);
-    const auto pieces = fused.pieces_of(exchanges[i].give);
+    const auto rows = rows_of_rank(problem.partial, problem.rows, exchanges[i].send);
+    const auto pieces = fused.pieces_of(exchanges[i].send);
     for (size_t j = 0; j < pieces.size(); ++j) {
       session.gemm(0, products[i][j]);
       streams.after(comm, streams.mark(0));
       const int flag = static_cast<int>(j) * size;
-      session.exchange(comm, {.to = exchanges[i].to,
-                              .give = row_view(rows, pieces[j].begin, pieces[j].length),
-                              .at = at + pieces[j].begin * row,
+      session.exchange(comm, {.dst = exchanges[i].dst,
+                              .send = row_view(rows, pieces[j].begin, pieces[j].length),
+                              .dst_offset_bytes = offset_bytes + pieces[j].begin * row,
                               .flag = flag + rank,
-                              .from = exchanges[i].from,
-                              .get_flag = flag + exchanges[i].from});
+                              .src = exchanges[i].src,
+                              .recv_flag = flag + exchanges[i].src});
     }
   }
   session.order_after_begin(0);
@@ -128,27 +129,28 @@ void enqueue_products_and_sends(OverlapChannel::Session& session, const ScatterG
 
 }  // namespace
 
-void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
-  FusedScatter fused{.gemm = problem.gemms.at(0),
-                     .rows = problem.rows,
-                     .at = channel.offset_of(problem.received),
-                     .out = problem.out,
-                     .factor = problem.factor,
-                     .ranks_share_k = problem.ranks_share_k};
+void run_fused_reduce_scatter(std::string_view op, OverlapChannel& channel,
+                              const ReduceScatterGemm& problem) {
+  FusedReduceScatter fused{.gemm = problem.gemms.at(0),
+                           .rows = problem.rows,
+                           .at = channel.offset_of(problem.received),
+                           .out = problem.out,
+                           .factor = problem.factor,
+                           .ranks_share_k = problem.ranks_share_k};
   check_gemm(op, fused.gemm);
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   // Copies within a device need SMs, and the kernel leaves none.
   if (!channel.shares_devices()) {
-    fused.pieces =
-        channel.device().num_scatter_pieces(channel.transport(), fused, channel.flags() / size);
+    fused.pieces = channel.device().num_reduce_scatter_pieces(channel.transport(), fused,
+                                                              channel.flags() / size);
   }
   std::vector<Exchange> exchanges;
   std::vector<std::vector<CheckedGemm>> products;
   if (fused.pieces > 0) {
     fused.gemm.overlaps_communication = true;
     const CheckedGemm all(op, fused.gemm);
-    exchanges = scatter_schedule(rank, size).exchanges;
+    exchanges = reduce_scatter_schedule(rank, size).exchanges;
     products = products_of_pieces(op, all, fused, exchanges);
     fused.gemm = all.rows(problem.rows.begin(rank), problem.rows.length(rank));
   }

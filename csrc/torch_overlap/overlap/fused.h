@@ -50,7 +50,7 @@ struct FusedGather {
 };
 
 // out = this rank's rows of the sum of lhs * rhs over ranks, * factor + bias.
-struct FusedScatter {
+struct FusedReduceScatter {
   GemmArgs gemm;  // GEMM of all rows, or of those that the kernel computes; out is ignored
   RowPartition rows;
   int64_t at = 0;  // offset in bytes in the channel's data, of size x rows.largest() rows

@@ -14,8 +14,8 @@ constexpr std::string_view attachment_name(OperatorChannel which) {
   switch (which) {
     case OperatorChannel::gather:
       return "operators' gather channel";
-    case OperatorChannel::scatter:
-      return "operators' scatter channel";
+    case OperatorChannel::reduce_scatter:
+      return "operators' reduce-scatter channel";
     case OperatorChannel::low_latency:
       return "operators' low-latency channel";
     case OperatorChannel::fused_all_reduce:

@@ -12,12 +12,12 @@ int wrap(int rank, int size) { return (rank % size + size) % size; }
 GatherSchedule ring_of_chunks(int rank, int size) {
   GatherSchedule schedule{.exchanges = {}, .steps = {{rank}}};
   for (int i = 1; i < size; ++i) {
-    const int get = wrap(rank - i, size);
-    schedule.exchanges.push_back({.to = wrap(rank + 1, size),
-                                  .give = wrap(rank - i + 1, size),
-                                  .from = wrap(rank - 1, size),
-                                  .get = get});
-    schedule.steps.push_back({get});
+    const int recv = wrap(rank - i, size);
+    schedule.exchanges.push_back({.dst = wrap(rank + 1, size),
+                                  .send = wrap(rank - i + 1, size),
+                                  .src = wrap(rank - 1, size),
+                                  .recv = recv});
+    schedule.steps.push_back({recv});
   }
   return schedule;
 }
@@ -25,10 +25,10 @@ GatherSchedule ring_of_chunks(int rank, int size) {
 GatherSchedule all_pairs_chunks(int rank, int size) {
   GatherSchedule schedule{.exchanges = {}, .steps = {{rank}}};
   for (int i = 1; i < size; ++i) {
-    const int from = wrap(rank - i, size);
+    const int src = wrap(rank - i, size);
     schedule.exchanges.push_back(
-        {.to = wrap(rank + i, size), .give = rank, .from = from, .get = from});
-    schedule.steps.push_back({from});
+        {.dst = wrap(rank + i, size), .send = rank, .src = src, .recv = src});
+    schedule.steps.push_back({src});
   }
   return schedule;
 }
@@ -43,10 +43,10 @@ GatherSchedule pairs_of_chunks(int rank, int size) {
   for (int i = 0; i < size / 2; ++i) {
     // Each of these exchanges is a permutation of the ranks, so every rank also receives once.
     for (const int member : {rank, other}) {
-      const int from = wrap(member - 2 * i, size);
-      if (from == rank) continue;
+      const int src = wrap(member - 2 * i, size);
+      if (src == rank) continue;
       schedule.exchanges.push_back(
-          {.to = wrap(member + 2 * i, size), .give = rank, .from = from, .get = from});
+          {.dst = wrap(member + 2 * i, size), .send = rank, .src = src, .recv = src});
     }
     schedule.steps.push_back({.first = wrap(rank - rank % 2 - 2 * i, size), .count = 2});
   }
@@ -71,12 +71,13 @@ GatherSchedule gather_schedule(int rank, int size, GatherOrder order) {
   return all_pairs_chunks(rank, size);
 }
 
-ScatterSchedule scatter_schedule(int rank, int size) {
-  ScatterSchedule schedule;
+ReduceScatterSchedule reduce_scatter_schedule(int rank, int size) {
+  ReduceScatterSchedule schedule;
   for (int i = 1; i < size; ++i) {
-    const int to = wrap(rank + i, size);
-    schedule.steps.push_back({to});
-    schedule.exchanges.push_back({.to = to, .give = to, .from = wrap(rank - i, size), .get = rank});
+    const int dst = wrap(rank + i, size);
+    schedule.steps.push_back({dst});
+    schedule.exchanges.push_back(
+        {.dst = dst, .send = dst, .src = wrap(rank - i, size), .recv = rank});
   }
   schedule.steps.push_back({rank});
   return schedule;

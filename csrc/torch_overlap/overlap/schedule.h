@@ -27,10 +27,10 @@ struct RowPartition {
 // One exchange in which this rank takes part: it sends one chunk and receives one. In the n-th
 // exchange every rank sends to one rank and receives from one.
 struct Exchange {
-  int to;
-  int give;  // the chunk that is sent to `to`
-  int from;
-  int get;  // the chunk that is received
+  int dst;
+  int send;  // the chunk that is sent to `dst`
+  int src;
+  int recv;  // the chunk that is received
   bool operator==(const Exchange&) const = default;
 };
 
@@ -46,22 +46,22 @@ struct ChunkStep {
 // all_pairs: every chunk is sent by its owner. Nothing is forwarded, so all exchanges can be in
 // flight at once. Rank 1 of 4:
 //
-//   product    chunk 1         chunk 0         chunk 3         chunk 2
-//   exchange   get 0, give 1   get 3, give 1   get 2, give 1
-//              from 0, to 2    from 3, to 3    from 2, to 0
+//   product    chunk 1          chunk 0          chunk 3          chunk 2
+//   exchange   recv 0, send 1   recv 3, send 1   recv 2, send 1
+//              src 0, dst 2     src 3, dst 3     src 2, dst 0
 //
 // ring: every chunk is forwarded from neighbour to neighbour, for topologies with links between
 // neighbours only.
 //
-//   product    chunk 1         chunk 0         chunk 3         chunk 2
-//   exchange   get 0, give 1   get 3, give 0   get 2, give 3
-//              from 0, to 2    from 0, to 2    from 0, to 2
+//   product    chunk 1          chunk 0          chunk 3          chunk 2
+//   exchange   recv 0, send 1   recv 3, send 0   recv 2, send 3
+//              src 0, dst 2     src 0, dst 2     src 0, dst 2
 //
 // chunk_pairs: like all_pairs, but two neighbouring chunks form one GEMM: fewer and larger GEMMs,
 // the first of which has to wait. Even sizes only. Rank 1 of 4:
 //
-//   product                    chunks 0, 1                     chunks 2, 3
-//   exchange   get 0, give 1   get 3, give 1   get 2, give 1
+//   product                     chunks 0, 1                      chunks 2, 3
+//   exchange   recv 0, send 1   recv 3, send 1   recv 2, send 1
 struct GatherSchedule {
   std::vector<Exchange> exchanges;
   std::vector<ChunkStep> steps;
@@ -72,16 +72,16 @@ TORCH_OVERLAP_API GatherSchedule gather_schedule(int rank, int size, GatherOrder
 // A reduce-scatter of partial products: each is sent to the rank that sums its rows. Rank 1 of 4:
 //
 //   product    chunk 2         chunk 3         chunk 0         chunk 1
-//   exchange                   give 2 to 2     give 3 to 3     give 0 to 0
+//   exchange                   send 2 to 2     send 3 to 3     send 0 to 0
 //                              part from 0     part from 3     part from 2      then the sum
 //
 // This rank's chunk is last: its GEMM hides the last exchange. exchanges[i] sends the result of
-// steps[i]; `get` is this rank's chunk, of which `from` sends its partial sum.
-struct ScatterSchedule {
+// steps[i]; `recv` is this rank's chunk, of which `src` sends its partial sum.
+struct ReduceScatterSchedule {
   std::vector<ChunkStep> steps;
   std::vector<Exchange> exchanges;  // one fewer than steps
 };
-TORCH_OVERLAP_API ScatterSchedule scatter_schedule(int rank, int size);
+TORCH_OVERLAP_API ReduceScatterSchedule reduce_scatter_schedule(int rank, int size);
 
 // True if a low-latency all-reduce of `bytes` over peer-mapped memory uses one shot: each rank
 // reads the whole operand of every other rank. Two shots: each rank sums its part, and reads the

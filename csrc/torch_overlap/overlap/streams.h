@@ -46,11 +46,13 @@ class TORCH_OVERLAP_API OverlapStreams {
   int comm() const { return num_compute_streams_; }
   int count() const { return num_compute_streams_ + 1; }
 
-  // enter() orders the caller's stream after the previous operation, if that was on another stream.
-  // leave() makes the next operation wait for what is on the caller's stream now.
-  virtual void enter() {}
-  virtual void leave() {}
-  // Waits until the device has finished all work issued before a leave(), for at most `timeout`.
+  // wait_for_previous() orders the caller's stream after the previous operation, if that was on
+  // another stream. record_last() makes the next operation wait for what is on the caller's stream
+  // now.
+  virtual void wait_for_previous() {}
+  virtual void record_last() {}
+  // Waits until the device has finished all work issued before a record_last(), for at most
+  // `timeout`.
   virtual void drain(std::chrono::milliseconds timeout) noexcept {}
   // Keeps `what` alive until the streams are destroyed and the device has finished using it.
   virtual void keep(const std::vector<std::shared_ptr<void>>& what) {}

@@ -49,20 +49,20 @@ class TORCH_OVERLAP_API Transport {
   // while an operation may still run, or a graph has captured one.
   virtual std::vector<std::shared_ptr<void>> retained_resources() const { return {}; }
 
-  // Sends `give` to offset `at`, in bytes, of the data of rank `to`, and signals `flag` there. What
-  // rank `from` sends arrives in `get`, in this rank's data, and signals `get_flag`. Either tensor
-  // may be empty.
+  // Sends `send` to an offset in the data of rank `dst`, and signals `flag` there. What rank `src`
+  // sends arrives in `recv`, in this rank's data, and signals `recv_flag`. Either tensor may be
+  // empty.
   struct Move {
-    int to;
-    at::Tensor give;
-    int64_t at;
+    int dst;
+    at::Tensor send;
+    int64_t dst_offset_bytes;
     int flag;  // peer-mapped only: kNoFlag if a later move of the stream signals this one too
-    int from;
-    at::Tensor get{};
-    int get_flag;
-    // Peer-mapped only. Row stride in bytes at the destination of `give` [rows, columns], whose
-    // rows need not be contiguous; 0: `give` is contiguous, here and there.
-    int64_t pitch = 0;
+    int src;
+    at::Tensor recv{};
+    int recv_flag;
+    // Peer-mapped only. Row stride at the destination of `send` [rows, columns], whose rows need
+    // not be contiguous; 0: `send` is contiguous, here and there.
+    int64_t dst_pitch_bytes = 0;
   };
   static constexpr int kNoFlag = -1;
   virtual void exchange(OverlapStreams& streams, int stream, const Move& move) = 0;

@@ -14,7 +14,8 @@ std::shared_ptr<TorchComm> fake_comm(const std::string& name, int size) {
 }
 
 OverlapProblem problem_of(at::ScalarType dtype, int64_t rows) {
-  return {.op = "op", .dtype = dtype, .chunk_rows = rows, .gather_bytes = 1, .scatter_bytes = 1};
+  return {
+      .op = "op", .dtype = dtype, .chunk_rows = rows, .gather_bytes = 1, .reduce_scatter_bytes = 1};
 }
 
 Algorithm chosen(std::string_view algorithm, const std::shared_ptr<TorchComm>& comm, int64_t rows) {
@@ -94,7 +95,7 @@ TEST(ChooseAlgorithm, ListsTheChoices) {
 
 TEST(ChooseAlgorithm, WhatIsKeptEndsWithTheTable) {
   const OverlapProblem problem{
-      .op = "op", .dtype = at::kFloat, .layer = GemmShape{64, 64, 64}, .chunk_rows = 1};
+      .op = "op", .dtype = at::kFloat, .global_shape = GemmShape{64, 64, 64}, .chunk_rows = 1};
   const auto key = tuning_key("op", 64, 64, 64, at::kFloat, 2, "cpu", /*in_graph=*/false);
   run_local_ranks(2, [&](const std::shared_ptr<TorchComm>& comm) {
     for (int turn = 0; turn < 2; ++turn) {
@@ -105,7 +106,7 @@ TEST(ChooseAlgorithm, WhatIsKeptEndsWithTheTable) {
       EXPECT_EQ(choose_algorithm(problem, "auto", comm), Algorithm::pipelined);
       EXPECT_EQ(choose_algorithm(problem, "sequential", comm), Algorithm::sequential);
       OverlapProblem other = problem;
-      other.layer->m *= 8;
+      other.global_shape->m *= 8;
       EXPECT_EQ(choose_algorithm(other, "auto", comm), Algorithm::sequential);
       tune(comm, TuningSource::table, {});
     }
@@ -148,7 +149,7 @@ TEST(ChooseAlgorithm, TakesWhatIsQuickestForLikeSizes) {
     for (const auto& [m, n, k, algorithm, why, decided_by] : cases) {
       SCOPED_TRACE(concat(m, " x ", n, " x ", k));
       const OverlapProblem problem{
-          .op = "op", .dtype = at::kFloat, .layer = GemmShape{m, n, k}, .chunk_rows = 1};
+          .op = "op", .dtype = at::kFloat, .global_shape = GemmShape{m, n, k}, .chunk_rows = 1};
       EXPECT_EQ(to_string(choose_algorithm(problem, "auto", comm).value()), algorithm);
       const auto choice = explained(problem, comm);
       EXPECT_EQ(to_string(choice.algorithm), algorithm);

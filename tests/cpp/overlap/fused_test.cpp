@@ -59,7 +59,7 @@ class FusedCpuDevice final : public OverlapDevice {
     barrier();
   }
 
-  void run_fused(Transport& transport, const FusedScatter& problem) override {
+  void run_fused(Transport& transport, const FusedReduceScatter& problem) override {
     ++num_scatters;
     const RowPartition& rows = problem.rows;
     transport.begin({.rows = rows.rows, .signature = OpSignature::kernel()});
@@ -223,7 +223,7 @@ void check_gradients_of(const std::vector<Uses>& uses, std::string_view algorith
   EXPECT_EQ(device->num_scatters, kRanks) << "every rank has to use the fused kernel";
 }
 
-TEST(FusedScatter, AddsTheGradientOfTheGatheredRowsOfSomeRanks) {
+TEST(FusedReduceScatter, AddsTheGradientOfTheGatheredRowsOfSomeRanks) {
   const Uses products{.products = true, .gathered = false};
   const Uses both{.products = true, .gathered = true};
   const Uses rows{.products = false, .gathered = true};

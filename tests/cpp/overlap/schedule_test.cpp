@@ -37,7 +37,7 @@ void for_every_gather(Check check) {
 TEST(OverlapGatherSchedule, GetsEveryChunkOnceAndComputesEveryChunkOnce) {
   for_every_gather([](GatherOrder, int size, int rank, const GatherSchedule& schedule) {
     std::vector<int> got{rank};
-    for (const Exchange& exchange : schedule.exchanges) got.push_back(exchange.get);
+    for (const Exchange& exchange : schedule.exchanges) got.push_back(exchange.recv);
     std::sort(got.begin(), got.end());
     std::vector<int> computed;
     for (const ChunkStep& step : schedule.steps) {
@@ -57,14 +57,14 @@ TEST(OverlapGatherSchedule, EveryExchangeIsAPermutation) {
   for_every_gather([](GatherOrder order, int size, int rank, const GatherSchedule& schedule) {
     for (size_t i = 0; i < schedule.exchanges.size(); ++i) {
       const Exchange& mine = schedule.exchanges[i];
-      const Exchange to = gather_schedule(mine.to, size, order).exchanges.at(i);
-      EXPECT_EQ(to.from, rank);
-      EXPECT_EQ(to.get, mine.give);
-      const Exchange from = gather_schedule(mine.from, size, order).exchanges.at(i);
-      EXPECT_EQ(from.to, rank);
-      EXPECT_EQ(from.give, mine.get);
-      EXPECT_NE(mine.to, rank);
-      EXPECT_NE(mine.from, rank);
+      const Exchange to = gather_schedule(mine.dst, size, order).exchanges.at(i);
+      EXPECT_EQ(to.src, rank);
+      EXPECT_EQ(to.recv, mine.send);
+      const Exchange from = gather_schedule(mine.src, size, order).exchanges.at(i);
+      EXPECT_EQ(from.dst, rank);
+      EXPECT_EQ(from.send, mine.recv);
+      EXPECT_NE(mine.dst, rank);
+      EXPECT_NE(mine.src, rank);
     }
   });
 }
@@ -73,11 +73,11 @@ TEST(OverlapGatherSchedule, GivesOnlyWhatIsThere) {
   for_every_gather([](GatherOrder order, int, int rank, const GatherSchedule& schedule) {
     std::set<int> there{rank};
     for (const Exchange& exchange : schedule.exchanges) {
-      EXPECT_TRUE(there.contains(exchange.give));
+      EXPECT_TRUE(there.contains(exchange.send));
       if (order != GatherOrder::ring) {
-        EXPECT_EQ(exchange.give, rank);
+        EXPECT_EQ(exchange.send, rank);
       }
-      there.insert(exchange.get);
+      there.insert(exchange.recv);
     }
   });
 }
@@ -86,7 +86,7 @@ TEST(OverlapGatherSchedule, NobodyIsGivenAChunkTwice) {
   for_every_gather([](GatherOrder, int, int, const GatherSchedule& schedule) {
     std::set<std::pair<int, int>> given;
     for (const Exchange& exchange : schedule.exchanges) {
-      EXPECT_TRUE(given.insert({exchange.to, exchange.give}).second);
+      EXPECT_TRUE(given.insert({exchange.dst, exchange.send}).second);
     }
   });
 }
@@ -104,7 +104,7 @@ TEST(OverlapGatherSchedule, BeginsWithTheOwnChunk) {
 TEST(OverlapGatherSchedule, ProductsDoNotOvertakeArrivals) {
   for_every_gather([](GatherOrder, int, int rank, const GatherSchedule& schedule) {
     std::vector<int> arrived{rank};
-    for (const Exchange& exchange : schedule.exchanges) arrived.push_back(exchange.get);
+    for (const Exchange& exchange : schedule.exchanges) arrived.push_back(exchange.recv);
     std::ptrdiff_t last = -1;
     for (const ChunkStep& step : schedule.steps) {
       std::ptrdiff_t needs = -1;
@@ -122,8 +122,8 @@ TEST(OverlapGatherSchedule, TheRingKnowsItsNeighboursOnly) {
   for (const int size : kSizes) {
     for (int rank = 0; rank < size; ++rank) {
       for (const Exchange& exchange : gather_schedule(rank, size, GatherOrder::ring).exchanges) {
-        EXPECT_EQ(exchange.to, (rank + 1) % size);
-        EXPECT_EQ(exchange.from, (rank + size - 1) % size);
+        EXPECT_EQ(exchange.dst, (rank + 1) % size);
+        EXPECT_EQ(exchange.src, (rank + size - 1) % size);
       }
     }
   }
@@ -132,14 +132,14 @@ TEST(OverlapGatherSchedule, TheRingKnowsItsNeighboursOnly) {
 TEST(OverlapGatherSchedule, ThePicturesOfRankOneOfFour) {
   const auto all_pairs = gather_schedule(1, 4, GatherOrder::all_pairs);
   EXPECT_EQ(all_pairs.exchanges,
-            (std::vector<Exchange>{{.to = 2, .give = 1, .from = 0, .get = 0},
-                                   {.to = 3, .give = 1, .from = 3, .get = 3},
-                                   {.to = 0, .give = 1, .from = 2, .get = 2}}));
+            (std::vector<Exchange>{{.dst = 2, .send = 1, .src = 0, .recv = 0},
+                                   {.dst = 3, .send = 1, .src = 3, .recv = 3},
+                                   {.dst = 0, .send = 1, .src = 2, .recv = 2}}));
   EXPECT_EQ(all_pairs.steps, (std::vector<ChunkStep>{{1}, {0}, {3}, {2}}));
   const auto ring = gather_schedule(1, 4, GatherOrder::ring);
-  EXPECT_EQ(ring.exchanges, (std::vector<Exchange>{{.to = 2, .give = 1, .from = 0, .get = 0},
-                                                   {.to = 2, .give = 0, .from = 0, .get = 3},
-                                                   {.to = 2, .give = 3, .from = 0, .get = 2}}));
+  EXPECT_EQ(ring.exchanges, (std::vector<Exchange>{{.dst = 2, .send = 1, .src = 0, .recv = 0},
+                                                   {.dst = 2, .send = 0, .src = 0, .recv = 3},
+                                                   {.dst = 2, .send = 3, .src = 0, .recv = 2}}));
   EXPECT_EQ(ring.steps, all_pairs.steps);
   const auto pairs = gather_schedule(1, 4, GatherOrder::chunk_pairs);
   EXPECT_EQ(pairs.steps, (std::vector<ChunkStep>{{0, 2}, {2, 2}}));
@@ -149,10 +149,10 @@ TEST(OverlapGatherSchedule, PairsNeedAnEvenSize) {
   EXPECT_THROW((void)gather_schedule(0, 3, GatherOrder::chunk_pairs), Error);
 }
 
-TEST(OverlapScatterSchedule, MakesEveryChunkOnceTheOwnOneLast) {
+TEST(OverlapReduceScatterSchedule, MakesEveryChunkOnceTheOwnOneLast) {
   for (const int size : kSizes) {
     for (int rank = 0; rank < size; ++rank) {
-      const auto schedule = scatter_schedule(rank, size);
+      const auto schedule = reduce_scatter_schedule(rank, size);
       ASSERT_EQ(schedule.steps.size(), static_cast<size_t>(size));
       ASSERT_EQ(schedule.exchanges.size() + 1, schedule.steps.size());
       std::set<int> made;
@@ -166,21 +166,21 @@ TEST(OverlapScatterSchedule, MakesEveryChunkOnceTheOwnOneLast) {
   }
 }
 
-TEST(OverlapScatterSchedule, EveryOtherRankGetsItsPartAndGivesItsOwn) {
+TEST(OverlapReduceScatterSchedule, EveryOtherRankGetsItsPartAndGivesItsOwn) {
   for (const int size : kSizes) {
     for (int rank = 0; rank < size; ++rank) {
-      const auto schedule = scatter_schedule(rank, size);
+      const auto schedule = reduce_scatter_schedule(rank, size);
       std::set<int> from;
       for (size_t i = 0; i < schedule.exchanges.size(); ++i) {
         const Exchange& mine = schedule.exchanges[i];
-        EXPECT_EQ(mine.give, schedule.steps[i].first);  // the chunk that was computed just before
-        EXPECT_EQ(mine.give, mine.to);
-        EXPECT_EQ(mine.get, rank);
-        const Exchange partner = scatter_schedule(mine.to, size).exchanges.at(i);
-        EXPECT_EQ(partner.from, rank);
-        EXPECT_EQ(partner.get, mine.give);
-        EXPECT_NE(mine.from, rank);
-        from.insert(mine.from);
+        EXPECT_EQ(mine.send, schedule.steps[i].first);  // the chunk that was computed just before
+        EXPECT_EQ(mine.send, mine.dst);
+        EXPECT_EQ(mine.recv, rank);
+        const Exchange partner = reduce_scatter_schedule(mine.dst, size).exchanges.at(i);
+        EXPECT_EQ(partner.src, rank);
+        EXPECT_EQ(partner.recv, mine.send);
+        EXPECT_NE(mine.src, rank);
+        from.insert(mine.src);
       }
       EXPECT_EQ(from.size(), static_cast<size_t>(size - 1));
     }
@@ -301,11 +301,12 @@ TEST(LowLatencySums, GoInOneShotWhereThatReadsLittleMore) {
 
 // --- Pieces of the rows of a fused reduce-scatter -----------------------------------------------
 
-TEST(FusedScatter, PiecesAreWholeTilesAndCoverTheRowsOfEveryRank) {
+TEST(FusedReduceScatter, PiecesAreWholeTilesAndCoverTheRowsOfEveryRank) {
   for (int size = 2; size <= 8; ++size) {
     for (const int64_t rows : {0, 1, 5, 127, 129, 257, 1000, 4097, 8192, 8401}) {
       for (int count = 1; count <= 4; ++count) {
-        const FusedScatter scatter{.gemm = {}, .rows = {rows, size}, .out = {}, .pieces = count};
+        const FusedReduceScatter scatter{
+            .gemm = {}, .rows = {rows, size}, .out = {}, .pieces = count};
         SCOPED_TRACE(::testing::Message() << rows << " rows, " << size << " ranks, " << count);
         EXPECT_TRUE(scatter.piece_rows() % 128 == 0 ||
                     scatter.piece_rows() == scatter.rows.largest());
@@ -328,8 +329,8 @@ TEST(FusedScatter, PiecesAreWholeTilesAndCoverTheRowsOfEveryRank) {
   }
 }
 
-TEST(FusedScatter, AShortRankMayHaveAPieceLess) {
-  const FusedScatter scatter{.gemm = {}, .rows = {257, 2}, .out = {}, .pieces = 2};
+TEST(FusedReduceScatter, AShortRankMayHaveAPieceLess) {
+  const FusedReduceScatter scatter{.gemm = {}, .rows = {257, 2}, .out = {}, .pieces = 2};
   EXPECT_EQ(scatter.pieces_of(0), (std::vector<IndexRange>{{0, 128}, {128, 1}}));
   EXPECT_EQ(scatter.pieces_of(1), (std::vector<IndexRange>{{0, 128}}));
 }

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterable
 
 # Kernels of fused reductions: tiles sent by the kernel, pieces sent by copies, and few rows.
-REDUCTIONS = ("fused_scatter_kernel", "fused_scatter_sum_kernel", "fused_all_reduce_kernel")
+REDUCTIONS = ("fused_reduce_scatter_kernel", "fused_reduce_scatter_sum_kernel", "fused_all_reduce_kernel")
 # Kernels in which all blocks wait for other ranks, and which may occupy all SMs.
 FULL_GRID_WAITS = ("fused_gather_kernel", "low_latency_gather_kernel", "low_latency_sum_kernel", *REDUCTIONS)
 SINGLE_BLOCK_WAITS = ("begin_kernel", "await_kernel")

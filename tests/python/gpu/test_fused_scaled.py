@@ -179,8 +179,8 @@ def test_sums_of_pieces_that_copy_engines_bring(comm, shape, types):
     case = Scatter(comm, *shape, types=TYPES[types], out_dtype=torch.bfloat16, bias=True)
     case.fill()
     case.run()
-    assert has_kernel(case, "fused_scatter_sum_kernel")
-    assert not has_kernel(case, "fused_scatter_kernel")
+    assert has_kernel(case, "fused_reduce_scatter_sum_kernel")
+    assert not has_kernel(case, "fused_reduce_scatter_kernel")
 
 
 @pytest.mark.parametrize("types", list(TYPES))

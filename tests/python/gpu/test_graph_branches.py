@@ -149,7 +149,7 @@ def test_a_fused_sum_waits_for_copies_to_other_devices(comm):
     everything, own = range(len(nodes)), torch.cuda.current_device()
     goes_out = {i for i in everything if isinstance(nodes[i], Copy) and nodes[i].to_device != own}
     assert sum(nodes[i].bytes > 4 for i in goes_out) == 2 * (size - 1)
-    (wide,) = (i for i in everything if named([nodes[i]], "fused_scatter_sum_kernel"))
+    (wide,) = (i for i in everything if named([nodes[i]], "fused_reduce_scatter_sum_kernel"))
     others = concurrent_nodes(wide, everything, edges)
     assert others
     assert set(others) <= goes_out, [nodes[i] for i in others]
@@ -186,7 +186,7 @@ def test_a_reduction_begins_beside_its_first_product(comm, algorithm):
     others = {
         i
         for i, n in enumerate(nodes)
-        if named([n], "await", "fused_scatter_sum_kernel") or (isinstance(n, Copy) and n.to_device != own)
+        if named([n], "await", "fused_reduce_scatter_sum_kernel") or (isinstance(n, Copy) and n.to_device != own)
     }
     assert others
     assert others <= behind, [nodes[i] for i in others - behind]
@@ -266,7 +266,7 @@ def test_products_of_chunks_wait_for_copies_alone(comm, op):
 
 # Kernels that must be present, with sequence parallelism and without.
 WAYS = {
-    "fused": (("fused_gather_kernel", "fused_scatter_kernel"), ("fused_scatter_kernel",)),
+    "fused": (("fused_gather_kernel", "fused_reduce_scatter_kernel"), ("fused_reduce_scatter_kernel",)),
     "low_latency": (("low_latency_gather_kernel", "low_latency_sum_kernel"), ("low_latency_sum_kernel",)),
     "p2p": (SINGLE_BLOCK_WAITS, SINGLE_BLOCK_WAITS),
     "bulk": (SINGLE_BLOCK_WAITS, ()),
@@ -325,4 +325,4 @@ def test_a_layer_forward_and_backward(comm, algorithm, sequence_parallel):
 def test_a_layer_of_few_rows(comm):
     nodes = check_branches(step_of_a_layer(comm, "fused", sequence_parallel=False, rows=64))
     assert named(nodes, "fused_all_reduce_kernel")
-    assert not named(nodes, "fused_scatter_kernel")
+    assert not named(nodes, "fused_reduce_scatter_kernel")

@@ -85,7 +85,7 @@ def test_all_gather(mode: Mode, backend: str, size: int, options: dict[str, Any]
     run_ranks(run_gather, size, seed, mode, 16 * size, actives, options, backend=backend, timeout=120)
 
 
-def run_scatter(comm: to.TorchComm, seed: int, mode: Mode, part: int) -> None:
+def run_reduce_scatter(comm: to.TorchComm, seed: int, mode: Mode, part: int) -> None:
     rank, size = comm.get_rank(), comm.get_size()
     draw = Draw(seed)
     tokens = part * size
@@ -105,7 +105,7 @@ def run_scatter(comm: to.TorchComm, seed: int, mode: Mode, part: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_reduce_scatter_in_parts_of_few_rows(mode: Mode, seed: int) -> None:
-    run_ranks(run_scatter, 3, seed, mode, 8)
+    run_ranks(run_reduce_scatter, 3, seed, mode, 8)
 
 
 def run_pipeline(comm: to.TorchComm, seed: int, mode: Mode, atomic: bool, mapped: bool, options: Any) -> None:

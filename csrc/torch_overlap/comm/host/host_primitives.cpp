@@ -61,10 +61,10 @@ void HostPrimitives::recv(int peer, Bytes bytes) { post(false, peer, bytes); }
 void HostPrimitives::post(bool is_send, int peer, ConstBytes bytes, int tag) {
   if (bytes.empty()) return;  // the peer knows the size too and skips the message as well
   has_started_ = true;
-  const auto channel = primitive_ == Primitive::p2p ? Channel::p2p : Channel::collective;
+  const auto kind = primitive_ == Primitive::p2p ? MessageKind::p2p : MessageKind::collective;
   // Message has one span type for both directions; a send only reads it.
   const Bytes memory{const_cast<std::byte*>(bytes.data()), bytes.size()};
-  const Message message{peer, channel, primitive_, memory, tag};
+  const Message message{peer, kind, primitive_, memory, tag};
   try {
     pending_.push_back({peer, transport_.post(message, is_send)});
   } catch (...) {

@@ -32,7 +32,7 @@ class Mailbox::PostedTransfer final : public Transfer {
 
   ~PostedTransfer() override {
     std::unique_lock lock(box_->mutex_);
-    if (state == State::kWaiting) std::erase(box_->slot(from(), to(), message.channel), this);
+    if (state == State::kWaiting) std::erase(box_->slot(from(), to(), message.kind), this);
     ended_.wait(lock, [this] { return state != State::kCopying; });
   }
 
@@ -82,19 +82,19 @@ Mailbox::Mailbox(int size)
     : size_(size), ranks_(size), slots_((static_cast<size_t>(size) + 1) * size * 2) {}
 Mailbox::~Mailbox() = default;
 
-std::deque<Mailbox::PostedTransfer*>& Mailbox::slot(int from, int to, Channel channel) {
-  return slots_[(static_cast<size_t>(from) * size_ + to) * 2 + static_cast<size_t>(channel)];
+std::deque<Mailbox::PostedTransfer*>& Mailbox::slot(int from, int to, MessageKind kind) {
+  return slots_[(static_cast<size_t>(from) * size_ + to) * 2 + static_cast<size_t>(kind)];
 }
 
 Mailbox::PostedTransfer* Mailbox::take_match(const PostedTransfer& mine) {
   const auto matches = [&](const PostedTransfer* posted) {
     return posted->is_send != mine.is_send && posted->message.tag == mine.message.tag;
   };
-  const Channel channel = mine.message.channel;
+  const MessageKind kind = mine.message.kind;
   std::deque<PostedTransfer*>* best = nullptr;
   std::deque<PostedTransfer*>::iterator first;
   const auto look = [&](int from) {
-    auto& waiting = slot(from, mine.to(), channel);
+    auto& waiting = slot(from, mine.to(), kind);
     const auto found = std::find_if(waiting.begin(), waiting.end(), matches);
     if (found == waiting.end() || (best != nullptr && (*first)->number < (*found)->number)) return;
     best = &waiting;
@@ -124,7 +124,7 @@ std::unique_ptr<Transfer> Mailbox::post(int rank, bool is_send, const Message& m
     if (!mine->is_from_any() && !ranks_[message.peer].left.empty()) {
       fail(ErrorKind::kRuntime, left_message(message.peer, ranks_[message.peer].left));
     }
-    slot(mine->from(), mine->to(), message.channel).push_back(mine.get());
+    slot(mine->from(), mine->to(), message.kind).push_back(mine.get());
     return mine;
   }
   const PostedTransfer& sender = is_send ? *mine : *other;

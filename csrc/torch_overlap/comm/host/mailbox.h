@@ -44,7 +44,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   };
 
   // Waiting halves between two ranks; `from` is size_ for receives from any rank.
-  std::deque<PostedTransfer*>& slot(int from, int to, Channel channel);
+  std::deque<PostedTransfer*>& slot(int from, int to, MessageKind kind);
   // Removes the waiting half that matches `mine` from its slot; null if there is none yet.
   PostedTransfer* take_match(const PostedTransfer& mine);
   // Ends with `error` all waiting halves for which `should_end` is true. The lock must be held.

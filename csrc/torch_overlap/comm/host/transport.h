@@ -15,13 +15,13 @@ using HostClock = std::chrono::steady_clock;
 using Deadline = HostClock::time_point;
 
 // Messages of sends and receives never match those inside a collective.
-enum class Channel : uint8_t { p2p, collective };
+enum class MessageKind : uint8_t { p2p, collective };
 
 // One rank's half of a message: bytes that it sends to or receives from a peer. For each (sender,
-// receiver, channel, tag), halves match in the order in which each side posts them.
+// receiver, kind, tag), halves match in the order in which each side posts them.
 struct Message {
   int peer;  // kAnySource: a receive from any other rank
-  Channel channel;
+  MessageKind kind;
   Primitive primitive;         // operation of the message; equal on both sides
   std::span<std::byte> bytes;  // only read by a send; never empty
   int tag = 0;
@@ -43,7 +43,7 @@ class Transfer {
 };
 
 // Moves bytes between ranks. It is all that a host backend needs from its implementation. A send
-// ends when its receiver has the bytes. Thread-safe; the caller orders the posts on one channel to
+// ends when its receiver has the bytes. Thread-safe; the caller orders the posts of one kind to
 // one peer.
 class HostTransport {
  public:

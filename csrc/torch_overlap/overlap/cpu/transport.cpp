@@ -73,23 +73,23 @@ void CpuTransport::begin(const EntryPayload& entry) {
 }
 
 void CpuTransport::exchange(OverlapStreams& streams, int stream, const Move& move) {
-  flag_senders_.insert_or_assign(move.get_flag, move.from);
+  flag_senders_.insert_or_assign(move.recv_flag, move.src);
   streams.run(stream, "exchange", [this, move] {
-    auto* there = static_cast<std::byte*>(memory_->pointer(move.to)) + move.at;
-    const at::Tensor& give = move.give;
-    if (give.numel() > 0 && move.pitch == 0) {
-      std::memcpy(there, give.const_data_ptr(), give.nbytes());
-    } else if (give.numel() > 0) {
-      const auto* here = static_cast<const std::byte*>(give.const_data_ptr());
-      const auto element = static_cast<int64_t>(give.element_size());
-      for (int64_t row = 0; row < give.size(0); ++row) {
-        std::memcpy(there, here, give.size(1) * element);
-        there += move.pitch;
-        here += give.stride(0) * element;
+    auto* there = static_cast<std::byte*>(memory_->pointer(move.dst)) + move.dst_offset_bytes;
+    const at::Tensor& send = move.send;
+    if (send.numel() > 0 && move.dst_pitch_bytes == 0) {
+      std::memcpy(there, send.const_data_ptr(), send.nbytes());
+    } else if (send.numel() > 0) {
+      const auto* here = static_cast<const std::byte*>(send.const_data_ptr());
+      const auto element = static_cast<int64_t>(send.element_size());
+      for (int64_t row = 0; row < send.size(0); ++row) {
+        std::memcpy(there, here, send.size(1) * element);
+        there += move.dst_pitch_bytes;
+        here += send.stride(0) * element;
       }
     }
     if (move.flag == kNoFlag) return;
-    word<uint32_t>(move.to, options_.layout.flag_offset(move.flag))
+    word<uint32_t>(move.dst, options_.layout.flag_offset(move.flag))
         .store(epoch_, std::memory_order_release);
   });
 }

@@ -93,11 +93,11 @@ class CudaOverlapDevice final : public OverlapDevice {
   int num_gather_senders(const FusedGather& problem) const override {
     return cuda::num_gather_senders(problem, cuda::sm_count(problem.own.device()));
   }
-  int num_scatter_pieces(const Transport& transport, const FusedScatter& problem,
-                         int most) const override {
+  int num_reduce_scatter_pieces(const Transport& transport, const FusedReduceScatter& problem,
+                                int most) const override {
     const auto& mapped = dynamic_cast<const cuda::CudaTransport&>(transport);
     if (!mapped.uses_copy_engine()) return 0;
-    return cuda::num_scatter_pieces(problem, most, cuda::sm_count(problem.out.device()));
+    return cuda::num_reduce_scatter_pieces(problem, most, cuda::sm_count(problem.out.device()));
   }
   int64_t required_fused_allreduce_bytes(const FusedShape& shape) const override {
     return cuda::required_fused_allreduce_bytes(shape);
@@ -111,7 +111,7 @@ class CudaOverlapDevice final : public OverlapDevice {
   void run_fused(Transport& transport, const FusedGather& problem) override {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
   }
-  void run_fused(Transport& transport, const FusedScatter& problem) override {
+  void run_fused(Transport& transport, const FusedReduceScatter& problem) override {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
   }
   bool has_kernel(const LowLatencySum& sum) const override {

@@ -16,10 +16,10 @@ namespace torch_overlap::cuda {
 // The kernel parameters must hold one chunk per rank.
 inline constexpr int kMaxFusedRanks = 8;
 
-// Flags by which ranks signal that they have entered an operation. tell[r] is the first of this
-// rank's entry flags on rank r; notified[r] is the first of rank r's entry flags on this rank.
+// Flags by which ranks signal that they have entered an operation. peer_flags[r] is the first of
+// this rank's entry flags on rank r; notified[r] is the first of rank r's entry flags on this rank.
 struct EntryFlags {
-  EntryFlag* tell[kMaxFusedRanks];
+  EntryFlag* peer_flags[kMaxFusedRanks];
   const EntryFlag* notified[kMaxFusedRanks];
 };
 
@@ -50,11 +50,11 @@ struct FusedGatherParams {
   // or one tile per block of a cluster). The senders compute the rest after they have sent.
   int senders;
   int num_nonsender_units;
-  CUtensorMap own;                   // This rank's rows, in boxes of kSendBoxRows.
-  CUtensorMap to[kMaxFusedRanks];    // Destination on each rank, in the same boxes.
-  uint32_t* tell[kMaxFusedRanks];    // This rank's flags on each rank; same layout as notified.
-  float* scales_to[kMaxFusedRanks];  // Destination of the row scales, if each row has one.
-  EntryFlags begun;
+  CUtensorMap own;                       // This rank's rows, in boxes of kSendBoxRows.
+  CUtensorMap to[kMaxFusedRanks];        // Destination on each rank, in the same boxes.
+  uint32_t* peer_flags[kMaxFusedRanks];  // This rank's flags on each rank; same layout as notified.
+  float* scales_to[kMaxFusedRanks];      // Destination of the row scales, if each row has one.
+  EntryFlags entry_flags;
 };
 
 // A mover stores a tile for another rank in parts of kPacedRows rows of 64 outputs, with pauses
@@ -64,16 +64,16 @@ inline constexpr int kMovers = 3;
 
 // GEMM + reduce-scatter: each tile is sent to the rank that owns its rows, which adds the tiles of
 // all ranks.
-struct FusedScatterParams {
+struct FusedReduceScatterParams {
   sm90::GemmParams gemm;             // lhs: rows of all ranks. out and m are ignored.
   CUtensorMap out;                   // This rank's rows.
   void* to[kMaxFusedRanks];          // Destination of the tiles for each peer; n outputs per row.
   CUtensorMap from[kMaxFusedRanks];  // Tiles that each peer sends for this rank's chunk.
   int first[kMaxFusedRanks];         // First row of each chunk.
   int rows[kMaxFusedRanks];
-  // One flag per tile of a chunk. tell[r]: this rank's flags on rank r, which owns the chunk.
+  // One flag per tile of a chunk. peer_flags[r]: this rank's flags on rank r, which owns the chunk.
   // notified[r]: rank r's flags on this rank.
-  uint32_t* tell[kMaxFusedRanks];
+  uint32_t* peer_flags[kMaxFusedRanks];
   const uint32_t* notified[kMaxFusedRanks];
   int max_row_tiles;  // Row tiles of the largest chunk.
   // Pauses between the parts of a tile that one warp stores. `pace_ns` applies if the next tile of
@@ -82,7 +82,7 @@ struct FusedScatterParams {
   uint32_t last_pace_ns;
   float factor;  // Applied to the sum, before the bias.
   OperationParams operation;
-  EntryFlags begun;
+  EntryFlags entry_flags;
 };
 
 // Maximum number of pieces in which the rows of a rank arrive.
@@ -90,7 +90,7 @@ inline constexpr int kMaxPieces = 4;
 
 // This rank's rows of a GEMM + reduce-scatter whose other rows are computed and sent otherwise:
 // adds to this product the rows that arrived from the peers.
-struct FusedScatterSumParams {
+struct FusedReduceScatterSumParams {
   sm90::GemmParams gemm;  // lhs: this rank's rows.
   int sources;            // Number of peers. For each: its data, the first of its flags, its rank.
   CUtensorMap from[kMaxFusedRanks];
@@ -105,15 +105,16 @@ struct FusedScatterSumParams {
 
 // Each returns null if there is no such kernel.
 const sm90::KernelInfo* find_fused_gather(const sm90::KernelKey& key);
-const sm90::KernelInfo* find_fused_scatter(const sm90::KernelKey& key);
-const sm90::KernelInfo* find_fused_scatter_sum(const sm90::KernelKey& key);
+const sm90::KernelInfo* find_fused_reduce_scatter(const sm90::KernelKey& key);
+const sm90::KernelInfo* find_fused_reduce_scatter_sum(const sm90::KernelKey& key);
 
 cudaError_t launch_fused_gather(const sm90::KernelInfo& kernel, const FusedGatherParams& params,
                                 int blocks, cudaStream_t stream);
-cudaError_t launch_fused_scatter(const sm90::KernelInfo& kernel, const FusedScatterParams& params,
-                                 int blocks, cudaStream_t stream);
-cudaError_t launch_fused_scatter_sum(const sm90::KernelInfo& kernel,
-                                     const FusedScatterSumParams& params, int blocks,
-                                     cudaStream_t stream);
+cudaError_t launch_fused_reduce_scatter(const sm90::KernelInfo& kernel,
+                                        const FusedReduceScatterParams& params, int blocks,
+                                        cudaStream_t stream);
+cudaError_t launch_fused_reduce_scatter_sum(const sm90::KernelInfo& kernel,
+                                            const FusedReduceScatterSumParams& params, int blocks,
+                                            cudaStream_t stream);
 
 }  // namespace torch_overlap::cuda

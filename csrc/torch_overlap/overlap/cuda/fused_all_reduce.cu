@@ -251,7 +251,7 @@ __device__ __noinline__ bool wait_late_packet(const FusedAllReduceParams& p, con
   if (end == WaitResult::ready && is_in_epoch_window(load_acquire(word), epoch, ahead)) {
     return !has_failed(operation.control);
   }
-  const EntryFlag* const entry = p.begun[source] + entry_slot(epoch);
+  const EntryFlag* const entry = p.entry_flags[source] + entry_slot(epoch);
   const EntryFlag begun = load_acquire(entry);
   WaitRecord what{};
   what.kind = WaitKind::chunk;
@@ -399,7 +399,7 @@ __device__ __forceinline__ bool signal_peers(const FusedAllReduceParams& p, uint
   const int peer = static_cast<int>(threadIdx.x) % 32;
   if (!is_peer(p.operation.words, peer)) return true;
   if (has_failed(p.operation.control)) return false;
-  store_release(p.tell[peer] + blockIdx.x, epoch);
+  store_release(p.peer_flags[peer] + blockIdx.x, epoch);
   return true;
 }
 
@@ -415,7 +415,7 @@ __device__ __forceinline__ bool exchange_entry_flags(const FusedAllReduceParams&
   const int peer = static_cast<int>(threadIdx.x) % 32;
   if (!is_peer(words, peer)) return true;
   if (!has_failed(control)) signal_entry(p.begin[peer], operation.payload, epoch);
-  const EntryFlag entry = await_word(words, p.begun[peer] + entry_slot(epoch), epoch,
+  const EntryFlag entry = await_word(words, p.entry_flags[peer] + entry_slot(epoch), epoch,
                                      WaitKind::begin, peer, control, kAllBlocksHostPollIntervalNs);
   if (!has_entered(entry, epoch)) return false;
   if (payload_of(entry) == operation.payload) return true;

@@ -43,11 +43,11 @@ struct FusedAllReduceParams {
   int64_t odd_epoch_offset;  // Offset in bytes of the slots of odd epochs.
   // One flag per block, stored after its Simple data: this rank's on each rank, and each rank's
   // here.
-  uint32_t* tell[kMaxLowLatencyRanks];
+  uint32_t* peer_flags[kMaxLowLatencyRanks];
   const uint32_t* notified[kMaxLowLatencyRanks];
   // Entry flags: the first of this rank's on each rank, and the first of each rank's here.
   EntryFlag* begin[kMaxLowLatencyRanks];
-  const EntryFlag* begun[kMaxLowLatencyRanks];
+  const EntryFlag* entry_flags[kMaxLowLatencyRanks];
 };
 
 // Returns the kernels for the types and the weight layout of the key; the weight is the key's rhs.

@@ -179,10 +179,10 @@ void run_fused(CudaTransport& transport, const FusedAllReduce& problem) {
   const PeerEntryFlags begin = transport.peer_entry_flags();
   for (int peer = 0; peer < size; ++peer) {
     params.slots[peer] = static_cast<char*>(transport.data(peer, places.even(plan.use_ll)));
-    params.tell[peer] = transport.tile_flags(peer, rank);
+    params.peer_flags[peer] = transport.tile_flags(peer, rank);
     params.notified[peer] = transport.tile_flags(rank, peer);
     params.begin[peer] = begin.at[peer];
-    params.begun[peer] = transport.entry_flags_from(peer);
+    params.entry_flags[peer] = transport.entry_flags_from(peer);
   }
   check(launch_fused_all_reduce(kernel, params, plan.blocks,
                                 c10::cuda::getCurrentCUDAStream(device.index())),

@@ -114,7 +114,7 @@ struct GatherPolicy {
   // Called by one warp. After a failed wait everything counts as arrived, so no thread waits any
   // more.
   __device__ __forceinline__ void watch() const {
-    const ProductOperation operation(p.operation, p.begun);
+    const ProductOperation operation(p.operation, p.entry_flags);
     const bool has_senders = p.senders > 0;
     // epoch() is the stored epoch + 1. Without senders the begin kernel has already advanced it.
     const uint32_t epoch = has_senders ? operation.epoch() : operation.epoch() - 1;
@@ -146,7 +146,7 @@ struct GatherPolicy {
     }
   }
   __device__ __forceinline__ void end() const {
-    if (p.senders > 0) ProductOperation(p.operation, p.begun).end();
+    if (p.senders > 0) ProductOperation(p.operation, p.entry_flags).end();
   }
 
  private:
@@ -203,7 +203,7 @@ class GatherSender {
   __device__ __forceinline__ GatherSender(const FusedGatherParams& p, Shared& shared,
                                           uint32_t stages)
       : p_(p),
-        operation_(p.operation, p.begun),
+        operation_(p.operation, p.entry_flags),
         shared_(shared),
         stages_(stages),
         row_boxes_(sm90::ceil_div(p.rows[p.operation.words.rank], kSendBoxRows)),
@@ -325,7 +325,7 @@ class GatherSender {
       if (__any_sync(~0U, has_failed(operation.control))) return;  // The data may be invalid now.
       const int word = (next + lane * kSignalWarps) * p_.senders + static_cast<int>(blockIdx.x);
       for (int i = 1; i < operation.words.size && lane < count; ++i) {
-        store_relaxed(p_.tell[next_rank(i)] + word, operation_.epoch());
+        store_relaxed(p_.peer_flags[next_rank(i)] + word, operation_.epoch());
       }
       next += count * kSignalWarps;
     }

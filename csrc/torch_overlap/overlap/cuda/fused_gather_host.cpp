@@ -148,9 +148,9 @@ void add_senders(const CudaTransport& transport, const FusedGather& problem,
   const int64_t own_offset = at_of(problem.gathered) + rows.begin(rank) * row;
   const int64_t length = rows.length(rank);
   params.senders = problem.senders;
-  params.begun = entry_flags(transport);
+  params.entry_flags = entry_flags(transport);
   for (int peer = 0; peer < rows.size; ++peer) {
-    params.tell[peer] = transport.tile_flags(peer, rank);
+    params.peer_flags[peer] = transport.tile_flags(peer, rank);
     if (length == 0) continue;
     params.to[peer] = sent_map(transport.data(peer, own_offset), length, row);
     if (operands.scaled_by_row) {

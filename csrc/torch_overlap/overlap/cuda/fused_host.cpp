@@ -79,8 +79,8 @@ void load_fused_kernels() {
   using enum sm90::OperandType;
   constexpr std::array kOperands{std::pair(bf16, bf16), std::pair(f16, f16), std::pair(e4m3, e4m3),
                                  std::pair(e4m3, e5m2), std::pair(e5m2, e4m3)};
-  for (const Find find :
-       {Find{find_fused_gather}, Find{find_fused_scatter}, Find{find_fused_scatter_sum}}) {
+  for (const Find find : {Find{find_fused_gather}, Find{find_fused_reduce_scatter},
+                          Find{find_fused_reduce_scatter_sum}}) {
     for (const auto& [lhs, rhs] : kOperands) {
       for (const auto out : {ElementType::bf16, ElementType::f16}) {
         for (const bool is_k_major : {true, false}) {

@@ -35,8 +35,9 @@ TORCH_OVERLAP_API const sm90::KernelInfo& choose_gather_kernel(const sm90::Kerne
 // Returns FusedGather::senders for this problem.
 TORCH_OVERLAP_API int num_gather_senders(const FusedGather& problem, int sms);
 
-// Returns FusedScatter::pieces for this problem.
-TORCH_OVERLAP_API int num_scatter_pieces(const FusedScatter& problem, int most, int sms);
+// Returns FusedReduceScatter::pieces for this problem.
+TORCH_OVERLAP_API int num_reduce_scatter_pieces(const FusedReduceScatter& problem, int most,
+                                                int sms);
 
 // Implement OverlapDevice::required_fused_allreduce_bytes() and should_fuse_allreduce().
 TORCH_OVERLAP_API int64_t required_fused_allreduce_bytes(const FusedShape& shape);
@@ -45,7 +46,7 @@ TORCH_OVERLAP_API bool should_fuse_allreduce(const FusedShape& shape, int sms);
 // Launch the kernel on the current stream, within an operation of the transport's channel or as
 // one.
 void run_fused(CudaTransport& transport, const FusedGather& problem);
-void run_fused(CudaTransport& transport, const FusedScatter& problem);
+void run_fused(CudaTransport& transport, const FusedReduceScatter& problem);
 void run_fused(CudaTransport& transport, const FusedAllReduce& problem);
 
 // Loads the code of all fused kernels onto the current device, if it can run them. Must be called

@@ -11,7 +11,7 @@ constexpr int kWarpSize = 32;
 __global__ void __launch_bounds__(kWarpSize)
     begin_kernel(__grid_constant__ const ChannelWords words,
                  __grid_constant__ const PeerEntryFlags peer_entry_flags,
-                 __grid_constant__ const PeerWords peer_abort_flags, const EntryFlag* begun,
+                 __grid_constant__ const PeerWords peer_abort_flags, const EntryFlag* entry_flags,
                  uint32_t payload, __grid_constant__ const WaitControl control) {
   const Start start = start_of(words, control);
   const uint32_t epoch = start.epoch;
@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kWarpSize)
   }
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarpSize) {
     if (peer == words.rank) continue;
-    is_good = wait_for_entry(words, control, begun + peer * kEntriesPerLine, epoch, payload, peer,
-                             kHostPollIntervalNs);
+    is_good = wait_for_entry(words, control, entry_flags + peer * kEntriesPerLine, epoch, payload,
+                             peer, kHostPollIntervalNs);
   }
   if (__all_sync(~0U, static_cast<int>(is_good)) != 0) {
     if (threadIdx.x == 0) *words.epoch = epoch;
@@ -107,9 +107,9 @@ cudaError_t launch_copy_signal_of(const ChannelWords& words, void* to, const voi
 }  // namespace
 
 cudaError_t launch_begin(const ChannelWords& words, const PeerEntryFlags& peer_entry_flags,
-                         const PeerWords& peer_abort_flags, const EntryFlag* begun,
+                         const PeerWords& peer_abort_flags, const EntryFlag* entry_flags,
                          uint32_t payload, const WaitControl& control, cudaStream_t stream) {
-  begin_kernel<<<1, kWarpSize, 0, stream>>>(words, peer_entry_flags, peer_abort_flags, begun,
+  begin_kernel<<<1, kWarpSize, 0, stream>>>(words, peer_entry_flags, peer_abort_flags, entry_flags,
                                             payload, control);
   return cudaGetLastError();
 }

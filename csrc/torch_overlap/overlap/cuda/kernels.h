@@ -23,13 +23,13 @@ struct PeerEntryFlags {
 };
 
 // Signals to all peers that this rank enters the next operation, waits for the same signal from
-// each of them, and then advances the epoch. `begun` points to the entry flags of rank 0 on this
-// rank; those of the other ranks follow at a stride of one line. A peer that has entered with
+// each of them, and then advances the epoch. `entry_flags` points to the entry flags of rank 0 on
+// this rank; those of the other ranks follow at a stride of one line. A peer that has entered with
 // a different `payload` makes this fail on both ranks. On failure the epoch does not advance:
 // copies and flags that follow carry the old one, which nobody waits for. This rank also signals to
 // all peers, by `peer_abort_flags`, that it has aborted.
 cudaError_t launch_begin(const ChannelWords& words, const PeerEntryFlags& peer_entry_flags,
-                         const PeerWords& peer_abort_flags, const EntryFlag* begun,
+                         const PeerWords& peer_abort_flags, const EntryFlag* entry_flags,
                          uint32_t payload, const WaitControl& control, cudaStream_t stream);
 
 // Sets a word on every peer to the epoch, after all earlier work on the stream. Signals nothing

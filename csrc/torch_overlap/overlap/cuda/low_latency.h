@@ -57,7 +57,7 @@ struct LowLatencyGatherParams {
   const void* from;
   size_t bytes;
   PeerEntryFlags begin;  // Same as for launch_begin().
-  const EntryFlag* begun;
+  const EntryFlag* entry_flags;
   PeerWords flag;  // This rank's flag on each rank.
   const uint32_t*
       notified;  // First flag of rank 0 here; the others follow at a stride of one line.

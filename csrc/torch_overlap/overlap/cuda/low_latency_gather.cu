@@ -23,8 +23,8 @@ __device__ bool enter_operation(const LowLatencyGatherParams& p, const Operation
     const int peer = static_cast<int>(threadIdx.x);
     is_good = !start.has_failed;
     if (is_good && blockIdx.x == 0) signal_entry(p.begin.at[peer], operation.payload, start.epoch);
-    is_good =
-        is_good && wait_for_entry(operation, p.begun + peer * kEntriesPerLine, start.epoch, peer);
+    is_good = is_good &&
+              wait_for_entry(operation, p.entry_flags + peer * kEntriesPerLine, start.epoch, peer);
     if (!is_good) signal_abort(operation, peer);
   } else {
     is_good = try_exclusive(operation, start);

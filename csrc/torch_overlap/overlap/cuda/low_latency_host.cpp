@@ -47,7 +47,7 @@ EntryFlags entry_flags(const CudaTransport& transport) {
   EntryFlags words{};
   const PeerEntryFlags peer_entry_flags = transport.peer_entry_flags();
   for (int rank = 0; rank < transport.words().size; ++rank) {
-    words.tell[rank] = peer_entry_flags.at[rank];
+    words.peer_flags[rank] = peer_entry_flags.at[rank];
     words.notified[rank] = transport.entry_flags_from(rank);
   }
   return words;
@@ -119,7 +119,7 @@ void run_low_latency(CudaTransport& transport, const LowLatencyGather& gather) {
                                 .from = bytes == 0 ? nullptr : gather.own.const_data_ptr(),
                                 .bytes = static_cast<size_t>(bytes),
                                 .begin = transport.peer_entry_flags(),
-                                .begun = transport.entry_flags_from(0),
+                                .entry_flags = transport.entry_flags_from(0),
                                 .flag = transport.peer_flags(rank),
                                 .notified = transport.flag(rank, 0)};
   const int64_t row = gather.own.size(1) * static_cast<int64_t>(gather.own.element_size());

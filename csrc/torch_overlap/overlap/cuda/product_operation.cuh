@@ -10,9 +10,9 @@ namespace torch_overlap::cuda {
 class ProductOperation {
  public:
   __device__ __forceinline__ ProductOperation(const OperationParams& operation,
-                                              const EntryFlags& begun)
+                                              const EntryFlags& entry_flags)
       : operation_(operation),
-        entry_flags_(begun),
+        entry_flags_(entry_flags),
         start_(start_of(operation.words, operation.control)) {}
 
   __device__ __forceinline__ uint32_t epoch() const { return start_.epoch; }
@@ -26,7 +26,7 @@ class ProductOperation {
   // Called by a warp of block 0. Signals to the peers that this rank has begun.
   __device__ __forceinline__ void signal_begin(int lane) const {
     if (is_peer(operation_.words, lane) && !start_.has_failed) {
-      signal_entry(entry_flags_.tell[lane], operation_.payload, epoch());
+      signal_entry(entry_flags_.peer_flags[lane], operation_.payload, epoch());
     }
     __syncwarp();
   }

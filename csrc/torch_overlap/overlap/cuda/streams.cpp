@@ -52,7 +52,7 @@ CudaStreams::~CudaStreams() {
   defer(new StreamResources(device_, std::move(retained_), last_op_->eager()));
 }
 
-void CudaStreams::enter() {
+void CudaStreams::wait_for_previous() {
   last_op_->make_stream_wait(c10::cuda::getCurrentCUDAStream(device_).stream());
 }
 
@@ -100,7 +100,9 @@ void CudaStreams::wait(int stream, std::shared_ptr<WorkPtr> work) {
 
 void CudaStreams::join() { streams_.join(); }
 
-void CudaStreams::leave() { last_op_->record(c10::cuda::getCurrentCUDAStream(device_).stream()); }
+void CudaStreams::record_last() {
+  last_op_->record(c10::cuda::getCurrentCUDAStream(device_).stream());
+}
 
 void CudaStreams::drain(std::chrono::milliseconds timeout) noexcept {
   const RelaxedCapture relaxed;

@@ -16,8 +16,8 @@ class CudaStreams final : public OverlapStreams {
   CudaStreams(c10::DeviceIndex device, const StreamOptions& options);
   ~CudaStreams() override;
 
-  void enter() override;
-  void leave() override;
+  void wait_for_previous() override;
+  void record_last() override;
   void drain(std::chrono::milliseconds timeout) noexcept override;
   void keep(const std::vector<std::shared_ptr<void>>& what) override { retained_ = what; }
   void fork(bool single_stream) override;

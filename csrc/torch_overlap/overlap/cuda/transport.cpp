@@ -81,23 +81,23 @@ void CudaTransport::begin(const EntryPayload& entry) {
 void CudaTransport::exchange(OverlapStreams& streams, int stream, const Move& move) {
   streams.run(stream, "exchange", [&] {
     const cudaStream_t current = current_stream();
-    const size_t bytes = move.give.nbytes();
-    const void* const from = bytes == 0 ? nullptr : move.give.const_data_ptr();
-    void* const to = data(move.to, move.at);
+    const size_t bytes = move.send.nbytes();
+    const void* const from = bytes == 0 ? nullptr : move.send.const_data_ptr();
+    void* const to = data(move.dst, move.dst_offset_bytes);
     // With one stream nothing overlaps with a copy, and one launch costs the host less than two
     // copies.
     const bool by_kernel = !options_.use_ce || streams.is_single_stream();
-    if (by_kernel && move.pitch == 0 && move.flag != kNoFlag) {
+    if (by_kernel && move.dst_pitch_bytes == 0 && move.flag != kNoFlag) {
       require(launch_copy_signal(words_, to, from, bytes,
-                                 word(move.to, options_.layout.flag_offset(move.flag)), control(),
+                                 word(move.dst, options_.layout.flag_offset(move.flag)), control(),
                                  options_.blocks, cluster_, current),
               "overlap: copy and signal");
       return;
     }
-    if (bytes > 0 && move.pitch > 0) {
-      const size_t element = move.give.element_size();
-      require(cudaMemcpy2DAsync(to, move.pitch, from, move.give.stride(0) * element,
-                                move.give.size(1) * element, move.give.size(0),
+    if (bytes > 0 && move.dst_pitch_bytes > 0) {
+      const size_t element = move.send.element_size();
+      require(cudaMemcpy2DAsync(to, move.dst_pitch_bytes, from, move.send.stride(0) * element,
+                                move.send.size(1) * element, move.send.size(0),
                                 cudaMemcpyDeviceToDevice, current),
               "cudaMemcpy2DAsync to a peer");
     } else if (bytes > 0) {
@@ -105,7 +105,7 @@ void CudaTransport::exchange(OverlapStreams& streams, int stream, const Move& mo
               "cudaMemcpyAsync to a peer");
     }
     if (move.flag == kNoFlag) return;
-    require(cudaMemcpyAsync(word(move.to, options_.layout.flag_offset(move.flag)), words_.epoch,
+    require(cudaMemcpyAsync(word(move.dst, options_.layout.flag_offset(move.flag)), words_.epoch,
                             sizeof(uint32_t), cudaMemcpyDeviceToDevice, current),
             "cudaMemcpyAsync of a flag");
   });

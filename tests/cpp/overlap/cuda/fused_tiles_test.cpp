@@ -102,10 +102,10 @@ TEST(FusedGatherTile, EveryOneIsThereForAllTypes) {
   }
 }
 
-FusedScatter scatter_of(at::ScalarType dtype, int size, int64_t rows, int64_t n, int64_t k) {
+FusedReduceScatter scatter_of(at::ScalarType dtype, int size, int64_t rows, int64_t n, int64_t k) {
   const RowPartition share{rows, size};
   const auto like = [](at::ScalarType type) { return at::TensorOptions(at::kMeta).dtype(type); };
-  FusedScatter problem;
+  FusedReduceScatter problem;
   problem.gemm.lhs.data = at::empty({rows, k}, like(dtype));
   problem.gemm.rhs.data = at::empty({n, k}, like(dtype));
   problem.gemm.rhs.transposed = true;
@@ -115,7 +115,7 @@ FusedScatter scatter_of(at::ScalarType dtype, int size, int64_t rows, int64_t n,
 }
 
 // Rows of all ranks; k of one.
-TEST(FusedScatterPieces, ArePlannedByWhatLinksTakeBesideTheProducts) {
+TEST(FusedReduceScatterPieces, ArePlannedByWhatLinksTakeBesideTheProducts) {
   constexpr auto bf16 = at::kBFloat16;
   constexpr auto e4m3 = at::kFloat8_e4m3fn;
   const struct {
@@ -135,17 +135,17 @@ TEST(FusedScatterPieces, ArePlannedByWhatLinksTakeBesideTheProducts) {
   for (const auto& [dtype, size, rows, n, k, pieces] : cases) {
     SCOPED_TRACE(::testing::Message() << size << " ranks, " << rows << " x " << n << " x " << k);
     const auto problem = scatter_of(dtype, size, rows, n, k);
-    EXPECT_EQ(num_scatter_pieces(problem, 4, kSms), pieces);
-    EXPECT_EQ(num_scatter_pieces(problem, 1, kSms), std::min(pieces, 1));
+    EXPECT_EQ(num_reduce_scatter_pieces(problem, 4, kSms), pieces);
+    EXPECT_EQ(num_reduce_scatter_pieces(problem, 1, kSms), std::min(pieces, 1));
   }
 }
 
 // The choice depends only on values that are equal on all ranks.
-TEST(FusedScatterPieces, DoNotDependOnKWhereRanksMayDifferInIt) {
+TEST(FusedReduceScatterPieces, DoNotDependOnKWhereRanksMayDifferInIt) {
   for (const int64_t k : {64, 2688, 28672}) {
     auto problem = scatter_of(at::kBFloat16, 2, 8192, 8192, k);
     problem.ranks_share_k = false;
-    EXPECT_EQ(num_scatter_pieces(problem, 4, kSms), 2) << k;
+    EXPECT_EQ(num_reduce_scatter_pieces(problem, 4, kSms), 2) << k;
   }
 }
 

@@ -29,7 +29,7 @@ int tag_of(const Message& message) {
   constexpr int kTagBits = 16;
   const uint64_t bytes = message.bytes.size();
   const auto low = [](uint64_t bits, int count) { return bits & ((uint64_t{1} << count) - 1); };
-  if (message.channel == Channel::collective) {
+  if (message.kind == MessageKind::collective) {
     const uint64_t shape = mix_bits(mix_bits(bytes) + static_cast<uint64_t>(message.primitive));
     return static_cast<int>(uint64_t{1} << 30 | low(shape, 30));
   }

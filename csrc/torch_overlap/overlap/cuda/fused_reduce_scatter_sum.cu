@@ -6,8 +6,8 @@
 
 // Last part of a GEMM + reduce-scatter whose tiles copy engines send to their owners: the product
 // of this rank's rows, to which the rows of the peers are added before rounding, in the order of
-// FusedScatterSumParams. Parts of tiles are loaded, while the product is computed, into the memory
-// in which outputs are staged for their store:
+// FusedReduceScatterSumParams. Parts of tiles are loaded, while the product is computed, into the
+// memory in which outputs are staged for their store:
 //
 //   a thread    flag 3? a |        b |        flag 2? a |         b |
 //   multiplies  k ...     += a, k ... += b, k ...   reads a, k ...   reads b, k ... | += a, b
@@ -20,7 +20,7 @@ template <typename Config>
 struct SumPolicy : sm90::PlainPolicy<Config> {
   static constexpr sm90::AddendPosition kAddendPosition = sm90::AddendPosition::before_epilogue;
   static_assert(kMaxFusedRanks * kMaxPieces <= 32);
-  const FusedScatterSumParams& all;
+  const FusedReduceScatterSumParams& all;
   uint32_t arrived;  // One bit per piece of each source.
 
   __device__ __forceinline__ int addends() const { return all.sources; }
@@ -41,7 +41,7 @@ struct SumPolicy : sm90::PlainPolicy<Config> {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    fused_scatter_sum_kernel(__grid_constant__ const FusedScatterSumParams p) {
+    fused_reduce_scatter_sum_kernel(__grid_constant__ const FusedReduceScatterSumParams p) {
   extern __shared__ char shared[];
   SumPolicy<Config> work{{p.gemm}, p, 0};
   sm90::run_gemm<Config>(p.gemm, work, shared);
@@ -50,21 +50,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 struct SumKernel {
   template <typename Config>
   static const void* of() {
-    return reinterpret_cast<const void*>(fused_scatter_sum_kernel<Config>);
+    return reinterpret_cast<const void*>(fused_reduce_scatter_sum_kernel<Config>);
   }
 };
 
 }  // namespace
 
-const sm90::KernelInfo* find_fused_scatter_sum(const sm90::KernelKey& key) {
+const sm90::KernelInfo* find_fused_reduce_scatter_sum(const sm90::KernelKey& key) {
   using sm90::Tile;
   return sm90::find_kernel_instance<SumKernel, Tile<128, 256, 2, 2, 2>, Tile<128, 128, 2, 1, 2>>(
       key);
 }
 
-cudaError_t launch_fused_scatter_sum(const sm90::KernelInfo& kernel,
-                                     const FusedScatterSumParams& params, int blocks,
-                                     cudaStream_t stream) {
+cudaError_t launch_fused_reduce_scatter_sum(const sm90::KernelInfo& kernel,
+                                            const FusedReduceScatterSumParams& params, int blocks,
+                                            cudaStream_t stream) {
   return sm90::launch(kernel, params, blocks, stream);
 }
 

@@ -81,8 +81,8 @@ Pace choose_pace(const TilesToSend& tiles, const KernelInfo& kernel, int ranks) 
 }
 
 // Computes this rank's rows and adds the rows that arrived from the peers.
-void run_fused_scatter_sum(CudaTransport& transport, const FusedScatter& problem,
-                           const at::Tensor& out) {
+void run_fused_reduce_scatter_sum(CudaTransport& transport, const FusedReduceScatter& problem,
+                                  const at::Tensor& out) {
   const int rank = transport.words().rank;
   const RowPartition& rows = problem.rows;
   const int64_t length = rows.length(rank);
@@ -92,10 +92,11 @@ void run_fused_scatter_sum(CudaTransport& transport, const FusedScatter& problem
   const Operands operands =
       operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), out.scalar_type());
   const KernelInfo& kernel = choose_kernel(
-      find_fused_scatter_sum, key_of(operands), [&](const TileCost& tile, const KernelInfo& found) {
+      find_fused_reduce_scatter_sum, key_of(operands),
+      [&](const TileCost& tile, const KernelInfo& found) {
         return static_cast<double>(grid.waves(found, num_units(found, length, n))) * tile.time();
       });
-  FusedScatterSumParams params{};
+  FusedReduceScatterSumParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.out = sm90::make_tensor_map(out, sm90::kWarpRows);
   params.gemm.m = static_cast<int>(length);
@@ -120,13 +121,14 @@ void run_fused_scatter_sum(CudaTransport& transport, const FusedScatter& problem
   params.words = transport.words();
   params.control = transport.control();
   const auto stream = c10::cuda::getCurrentCUDAStream(out.device().index());
-  check(grid.start(launch_fused_scatter_sum, kernel, params, num_units(kernel, length, n), stream),
+  check(grid.start(launch_fused_reduce_scatter_sum, kernel, params, num_units(kernel, length, n),
+                   stream),
         "product and sums of a reduce-scatter");
 }
 
 }  // namespace
 
-int num_scatter_pieces(const FusedScatter& problem, int most, int sms) {
+int num_reduce_scatter_pieces(const FusedReduceScatter& problem, int most, int sms) {
   // Minimum number of bytes that a rank sends. Less is faster by the kernel, which sends from its
   // first tile on.
   constexpr int64_t kMinBytes = int64_t{16} << 20;
@@ -149,14 +151,14 @@ int num_scatter_pieces(const FusedScatter& problem, int most, int sms) {
                                               std::min<int64_t>({kPieces, kMaxPieces, most})));
 }
 
-void run_fused(CudaTransport& transport, const FusedScatter& problem) {
+void run_fused(CudaTransport& transport, const FusedReduceScatter& problem) {
   const int rank = transport.words().rank;
   const RowPartition& rows = problem.rows;
   const auto device = problem.out.device();
   const auto dtype = problem.out.scalar_type();
   const at::Tensor out = mappable_out(problem.out);
   if (problem.pieces > 0) {
-    run_fused_scatter_sum(transport, problem, out);
+    run_fused_reduce_scatter_sum(transport, problem, out);
     if (!out.is_same(problem.out)) problem.out.copy_(out);
     return;
   }
@@ -172,16 +174,18 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
                          static_cast<int64_t>(out.element_size()),
                          grid.num_blocks(kernel, units(kernel)), tiles_of_chunk(kernel), rows.size);
   };
-  const KernelInfo& kernel = choose_kernel(
-      find_fused_scatter, key_of(operands), [&](const TileCost& tile, const KernelInfo& found) {
-        // All ranks must choose the same tile, since each tile has a flag; therefore the choice
-        // depends only on values that they share. Two ranks choose by waves, like ranks whose k may
-        // differ: small tiles cost more there than this model estimates.
-        const bool is_known = problem.ranks_share_k && rows.size > 2;
-        if (is_known) return to_send(found, tile.cost).time(rows.size);
-        return static_cast<double>(grid.waves(found, units(found))) * tile.time();
-      });
-  FusedScatterParams params{};
+  const KernelInfo& kernel =
+      choose_kernel(find_fused_reduce_scatter, key_of(operands),
+                    [&](const TileCost& tile, const KernelInfo& found) {
+                      // All ranks must choose the same tile, since each tile has a flag; therefore
+                      // the choice depends only on values that they share. Two ranks choose by
+                      // waves, like ranks whose k may differ: small tiles cost more there than this
+                      // model estimates.
+                      const bool is_known = problem.ranks_share_k && rows.size > 2;
+                      if (is_known) return to_send(found, tile.cost).time(rows.size);
+                      return static_cast<double>(grid.waves(found, units(found))) * tile.time();
+                    });
+  FusedReduceScatterParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.row_group = kRowGroup;
   const int64_t slot = rows.largest() * n * static_cast<int64_t>(out.element_size());
@@ -189,7 +193,7 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
     const int64_t length = rows.length(chunk);
     params.first[chunk] = static_cast<int>(rows.begin(chunk));
     params.rows[chunk] = static_cast<int>(length);
-    params.tell[chunk] = transport.tile_flags(chunk, rank);
+    params.peer_flags[chunk] = transport.tile_flags(chunk, rank);
     params.notified[chunk] = transport.tile_flags(rank, chunk);
     if (chunk == rank) {
       params.out = rows_map(out, kPieceRows);
@@ -204,12 +208,12 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   params.factor = static_cast<float>(problem.factor);
   params.operation = operation_of(
       transport, {.rows = rows.rows, .signature = OpSignature::kernel(kernel.columns)});
-  params.begun = entry_flags(transport);
+  params.entry_flags = entry_flags(transport);
   const Pace pace = choose_pace(to_send(kernel, 1), kernel, rows.size);
   params.pace_ns = pace.between_tiles;
   params.last_pace_ns = pace.before_own;
   const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
-  check(grid.start(launch_fused_scatter, kernel, params, units(kernel), stream),
+  check(grid.start(launch_fused_reduce_scatter, kernel, params, units(kernel), stream),
         "fused product and reduce-scatter");
   if (!out.is_same(problem.out)) problem.out.copy_(out);
 }

@@ -24,7 +24,7 @@
 //
 // This kernel is for ranks that share a GPU, and for problems whose transfers take less time than
 // the products of the other ranks' rows, or that send little. Otherwise products of pieces that
-// copy engines send are faster (fused_scatter_sum.cu).
+// copy engines send are faster (fused_reduce_scatter_sum.cu).
 //
 // The kernel is an operation by itself. Block 0 signals to the peers that this rank has begun. The
 // movers wait until a peer has begun before they send it the first tile, while products run
@@ -44,7 +44,7 @@ using sm90::WorkTile;
 template <typename Config>
 class ScatterTileScheduler {
  public:
-  __device__ __forceinline__ explicit ScatterTileScheduler(const FusedScatterParams& p)
+  __device__ __forceinline__ explicit ScatterTileScheduler(const FusedReduceScatterParams& p)
       : p_(p),
         columns_(sm90::ceil_div(p.gemm.n, Config::kColumns)),
         depth_(sm90::ceil_div(p.gemm.k, Config::kDepth)),
@@ -70,7 +70,7 @@ class ScatterTileScheduler {
   }
 
  private:
-  const FusedScatterParams& p_;
+  const FusedReduceScatterParams& p_;
   const int columns_;
   const int depth_;
   const int of_chunk_;
@@ -87,7 +87,7 @@ struct TileBarriers {
 template <typename Config>
 struct ScatterPolicy {
   static constexpr bool kWaitsForPeers = false;
-  const FusedScatterParams& p;
+  const FusedReduceScatterParams& p;
   __device__ __forceinline__ ScatterTileScheduler<Config> units(const sm90::GemmParams&) {
     return ScatterTileScheduler<Config>(p);
   }
@@ -121,12 +121,12 @@ class Mover {
   using P = Piece<Config>;
 
  public:
-  __device__ __forceinline__ Mover(const FusedScatterParams& p, uint32_t tile,
+  __device__ __forceinline__ Mover(const FusedReduceScatterParams& p, uint32_t tile,
                                    TileBarriers& barriers, int warp)
       : p_(p),
         barriers_(barriers),
         tile_(tile),
-        operation_(p.operation, p.begun),
+        operation_(p.operation, p.entry_flags),
         warp_(warp),
         lane_(static_cast<int>(threadIdx.x) % 32),
         scheduler_(p) {}
@@ -276,10 +276,10 @@ class Mover {
   __device__ __forceinline__ void signal_tile(const WorkTile& work_tile, uint32_t i) {
     wait_emptied(i);
     if (has_failed(p_.operation.control)) return;  // The data may be invalid now.
-    store_release(p_.tell[work_tile.chunk] + scheduler_.word(work_tile), operation_.epoch());
+    store_release(p_.peer_flags[work_tile.chunk] + scheduler_.word(work_tile), operation_.epoch());
   }
 
-  const FusedScatterParams& p_;
+  const FusedReduceScatterParams& p_;
   TileBarriers& barriers_;
   const uint32_t tile_;
   const ProductOperation operation_;
@@ -300,7 +300,7 @@ class ScatterOutputs {
   static constexpr bool kPrefetchesAddends = false;
   static constexpr bool kAddsDuringMainloop = false;
 
-  __device__ __forceinline__ ScatterOutputs(const FusedScatterParams& p, uint32_t tile,
+  __device__ __forceinline__ ScatterOutputs(const FusedReduceScatterParams& p, uint32_t tile,
                                             TileBarriers& barriers, int group, int row, int column)
       : p_(p),
         group_(group),
@@ -369,7 +369,7 @@ class ScatterOutputs {
     if (threadIdx.x % 32 == 0) sm90::barrier_arrive(sm90::shared_address(&barrier));
   }
 
-  const FusedScatterParams& p_;
+  const FusedReduceScatterParams& p_;
   const int group_;
   const int row_;
   const int column_;
@@ -382,7 +382,7 @@ class ScatterOutputs {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    fused_scatter_kernel(__grid_constant__ const FusedScatterParams p) {
+    fused_reduce_scatter_kernel(__grid_constant__ const FusedReduceScatterParams p) {
   extern __shared__ char dynamic[];
   __shared__ sm90::SharedBarriers<Config> stages;
   __shared__ TileBarriers barriers;
@@ -421,20 +421,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 struct ScatterKernel {
   template <typename Config>
   static const void* of() {
-    return reinterpret_cast<const void*>(fused_scatter_kernel<Config>);
+    return reinterpret_cast<const void*>(fused_reduce_scatter_kernel<Config>);
   }
 };
 
 }  // namespace
 
-const sm90::KernelInfo* find_fused_scatter(const sm90::KernelKey& key) {
+const sm90::KernelInfo* find_fused_reduce_scatter(const sm90::KernelKey& key) {
   using sm90::Tile;
   return sm90::find_kernel_instance<ScatterKernel, Tile<128, 256, 2, 1, 4>,
                                     Tile<128, 128, 2, 1, 2>>(key);
 }
 
-cudaError_t launch_fused_scatter(const sm90::KernelInfo& kernel, const FusedScatterParams& params,
-                                 int blocks, cudaStream_t stream) {
+cudaError_t launch_fused_reduce_scatter(const sm90::KernelInfo& kernel,
+                                        const FusedReduceScatterParams& params, int blocks,
+                                        cudaStream_t stream) {
   return sm90::launch(kernel, params, blocks, stream);
 }
 

@@ -73,7 +73,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
       return flags;
     };
     for (const Exchange& exchange : schedule.exchanges) {
-      if (exchange.give != rank) session.wait_for_flags(comm, flags_of(exchange.give, 1));
+      if (exchange.send != rank) session.wait_for_flags(comm, flags_of(exchange.send, 1));
       for (size_t p = 0; p < parts.size(); ++p) {
         session.exchange(comm,
                          chunk_move(channel, parts[p], rows, exchange, static_cast<int>(p) * size));
@@ -105,12 +105,13 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
   for (const auto& one : bias_grads) one.finish();
 }
 
-void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
+void run_reduce_scatter_gemm(std::string_view op, OverlapChannel& channel,
+                             const ReduceScatterGemm& problem) {
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const RowPartition& rows = problem.rows;
   const int64_t length = rows.length(rank);
-  const auto schedule = scatter_schedule(rank, size);
+  const auto schedule = reduce_scatter_schedule(rank, size);
   const auto slot = [&](int peer) {
     return row_view(problem.received, peer * rows.largest(), length);
   };
@@ -161,14 +162,14 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
       computed.push_back(streams.mark(stream));
       const Exchange& exchange = schedule.exchanges[i];
       streams.after(comm, computed.back());
-      session.exchange(comm,
-                       {.to = exchange.to,
-                        .give = rows_of_rank(problem.partial, rows, chunk),
-                        .at = slots_offset + rank * rows.largest() * row_bytes(problem.partial),
-                        .flag = rank,
-                        .from = exchange.from,
-                        .get = sum.parts[exchange.from],
-                        .get_flag = exchange.from});
+      session.exchange(comm, {.dst = exchange.dst,
+                              .send = rows_of_rank(problem.partial, rows, chunk),
+                              .dst_offset_bytes =
+                                  slots_offset + rank * rows.largest() * row_bytes(problem.partial),
+                              .flag = rank,
+                              .src = exchange.src,
+                              .recv = sum.parts[exchange.src],
+                              .recv_flag = exchange.src});
     }
     if (problem.meanwhile) streams.run(0, "meanwhile", problem.meanwhile);
     // On the stream of this rank's GEMM, which is the last one.
