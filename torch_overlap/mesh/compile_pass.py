@@ -35,7 +35,7 @@ _with_effects = torch.ops.higher_order.with_effects
 _RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _VIEWS = (*_RESHAPES, _aten.permute.default, _aten.t.default, _aten.transpose.int, _aten.alias.default)
 _LINK = "nvlink"
-_ALGORITHMS = ("auto", "fused", "plain")
+_CHOICES = ("auto", "always", "never")
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class OverlapPass(CustomGraphPass):
 
     Args:
         cost: the cost model. Default: H200s.
-        algorithm: "auto" follows the cost model; "fused" fuses every possible product; "plain" none.
+        overlap: which possible products are fused: "auto", those that the cost model says to; "always" or "never".
     """
 
-    def __init__(self, cost: CostModel | None = None, algorithm: str = "auto") -> None:
-        if algorithm not in _ALGORITHMS:
-            raise InvalidValueError(f"OverlapPass: expected an algorithm of {_ALGORITHMS}, got {algorithm!r}")
-        self.cost, self.algorithm = cost or CostModel.h200(), algorithm
+    def __init__(self, cost: CostModel | None = None, overlap: str = "auto") -> None:
+        if overlap not in _CHOICES:
+            raise InvalidValueError(f"OverlapPass: expected overlap of {_CHOICES}, got {overlap!r}")
+        self.cost, self.overlap = cost or CostModel.h200(), overlap
         self.decisions: list[Decision] = []
 
     def uuid(self) -> Any:
-        text = f"torch_overlap 2 {self.algorithm} {sorted(self.cost.to_dict().items())}"
+        text = f"torch_overlap 2 {self.overlap} {sorted(self.cost.to_dict().items())}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __deepcopy__(self, memo: object) -> OverlapPass:
@@ -130,8 +130,8 @@ class OverlapPass(CustomGraphPass):
             sequential += (terms - 1) * self.cost.elementwise(3 * m * n * itemsize)
             overlapped += self.cost.elementwise(2 * m * k * itemsize) + self.cost.elementwise(2 * k * n * itemsize)
         why = f"{overlapped * 1e6:.1f} us overlapped, {sequential * 1e6:.1f} us sequential by the cost model"
-        if self.algorithm == "plain" or (self.algorithm == "auto" and overlapped >= sequential):
-            raise _NotFused(why if self.algorithm == "auto" else "as asked for")
+        if self.overlap == "never" or (self.overlap == "auto" and overlapped >= sequential):
+            raise _NotFused(why if self.overlap == "auto" else "as asked for")
         return why
 
     # --- all_gather -> mm -----------------------------------------------------------------------
@@ -195,7 +195,7 @@ class OverlapPass(CustomGraphPass):
 
 
 @contextlib.contextmanager
-def overlap_products(cost: CostModel | None = None, algorithm: str = "auto") -> Iterator[OverlapPass]:
+def overlap_products(cost: CostModel | None = None, overlap: str = "auto") -> Iterator[OverlapPass]:
     """Makes torch.compile (Inductor) run the pass inside the block, before its own passes. A graph from Inductor's
     cache was passed when it was compiled: its decisions are not reported again.
 
@@ -214,7 +214,7 @@ def overlap_products(cost: CostModel | None = None, algorithm: str = "auto") -> 
             f"overlap_products: expected no torch._inductor.config.post_grad_custom_pre_pass, got "
             f"{config.post_grad_custom_pre_pass}; call an OverlapPass in yours"
         )
-    made = OverlapPass(cost, algorithm)
+    made = OverlapPass(cost, overlap)
     with config.patch(post_grad_custom_pre_pass=made):
         yield made
 

@@ -2,8 +2,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
-
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/below_dispatch_guard.h"
 #include "torch_overlap/jax/call.h"

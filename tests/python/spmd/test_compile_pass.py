@@ -55,7 +55,7 @@ def check_feed_forward(comm, seed):
         return feed_forward(comm, *leaves)
 
     expected = run(function)
-    made = OverlapPass(algorithm="fused")
+    made = OverlapPass(overlap="always")
     got = run(torch.compile(function, fullgraph=True, backend=pass_alone(made)))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b)
@@ -80,7 +80,7 @@ def check_sums(comm, seed):
         y = F.linear(a, u) + (twice + twice) + F.linear(c, w).view(4, 2, 6)
         return to.ops.reduce_scatter(y, comm, 0), to.ops.all_reduce(c @ w.t() + (a.flatten(0, 1) @ u.t()), comm, "sum")
 
-    made = OverlapPass(algorithm="fused")
+    made = OverlapPass(overlap="always")
     with torch.no_grad():
         expected = function(a, b, c)
         got = torch.compile(function, fullgraph=True, backend=pass_alone(made))(a, b, c)
@@ -117,7 +117,7 @@ def check_c10d(rank, size, store, seed):
 
     expected = function(x, up, down)
     fresh = torch._inductor.config.patch(force_disable_caches=True)  # a cached graph skips the pass
-    with fresh, overlap_products(algorithm="fused") as made, torch.no_grad():
+    with fresh, overlap_products(overlap="always") as made, torch.no_grad():
         got = torch.compile(function)(x, up, down)  # it copies Inductor's settings, including the pass
     torch.testing.assert_close(got, expected)
     dist.destroy_process_group()
@@ -149,7 +149,7 @@ def reasons(comm):
     }
     found = {}
     for name, function in functions.items():
-        made = OverlapPass(algorithm="fused")
+        made = OverlapPass(overlap="always")
         with torch.no_grad():
             torch._dynamo.reset()
             torch.compile(function, fullgraph=True, backend=pass_alone(made))()
@@ -211,5 +211,5 @@ def test_what_is_left_alone_says_why():
 
 
 def test_an_unknown_algorithm_is_refused():
-    with pytest.raises(to.InvalidValueError, match="expected an algorithm of"):
-        OverlapPass(algorithm="quick")
+    with pytest.raises(to.InvalidValueError, match="expected overlap of .*, got .quick."):
+        OverlapPass(overlap="quick")
