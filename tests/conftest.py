@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             needed = mark.args[0] if mark.args else 1
             if needed > available:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} ranks with a GPU, there can be {available}"))
+    # The start of Inductor takes longer than such a test: as neighbours they run in one process of pytest-xdist.
+    items.sort(key=lambda item: item.get_closest_marker("inductor") is None)
 
 
 @pytest.fixture

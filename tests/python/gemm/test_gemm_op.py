@@ -335,7 +335,7 @@ def test_gradients_under_autocast_have_the_dtype_of_the_parameters(data):
     check(b.grad, torch.full((8,), 16.0, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_compiled(backend, data):
     def step(x, w, b, x8, xs, w8, ws, xs_bytes, ws_bytes, buffer, amax):
         y, _, pre, _ = ops.gemm(x, None, w, None, b, rhs_transposed=True, fuse_bias=True, fuse_gelu=True)

@@ -152,7 +152,7 @@ def test_autocast(dtype, data):
         assert_equal(got, want)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_compiled(backend, data):
     def step(lhs, rhs, bias):
         return sum(out.square().sum() for out in ops.grouped_gemm(lhs, rhs, [bias, None], rhs_transposed=True))

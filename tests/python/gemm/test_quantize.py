@@ -348,7 +348,7 @@ def test_opcheck_of_the_others(seed):
     torch.library.opcheck(raw.unswizzle_scales.default, (swizzled, *scales.shape), test_utils=UTILITIES)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_compiled(backend, seed):
     def step(x, history, scale):
         results = [ops.quantize(x, mode, columnwise=True, swizzled=mode is MXFP8) for mode in MODES]

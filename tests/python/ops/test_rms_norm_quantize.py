@@ -182,5 +182,6 @@ def traced_rank(comm):
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.inductor
 def test_opcheck_and_compile():
     run_ranks(traced_rank, 2, backend="gloo", timeout=240)

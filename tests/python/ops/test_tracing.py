@@ -266,6 +266,7 @@ def test_compile_exchanging_bulk_and_scaled_products(dynamic):
 
 
 @pytest.mark.slow
+@pytest.mark.inductor
 def test_compile_exchanging_bulk_and_scaled_products_inductor():
     run_ranks(compile_exchanging_rank, 2, "inductor", False, backend="gloo", timeout=540)
 
@@ -283,7 +284,7 @@ def test_another_communicator_compiles_again():
     run_ranks(rank, 1, backend="local")
 
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.inductor])]
 
 
 def factor_rank(comm):
@@ -341,8 +342,8 @@ def wait_rank(comm, backend, requires_grad):
     [
         ("aot_eager", False),
         pytest.param("aot_eager", True, marks=pytest.mark.xfail(strict=True, reason="cloned before the wait")),
-        pytest.param("inductor", False, marks=pytest.mark.slow),
-        pytest.param("inductor", True, marks=pytest.mark.slow),
+        pytest.param("inductor", False, marks=[pytest.mark.slow, pytest.mark.inductor]),
+        pytest.param("inductor", True, marks=[pytest.mark.slow, pytest.mark.inductor]),
     ],
 )
 def test_a_compiled_wait_waits_for_what_was_started_outside(backend, requires_grad):
@@ -401,6 +402,7 @@ def test_export():
 
 
 @pytest.mark.slow
+@pytest.mark.inductor
 def test_compile_inductor():
     run_ranks(compile_rank, 2, "inductor", False, backend="gloo", timeout=540)
 

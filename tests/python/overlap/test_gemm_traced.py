@@ -19,7 +19,7 @@ from torch_overlap.testing import run_ranks
 pytestmark = pytest.mark.timeout(300)
 OP = torch.ops.torch_overlap.gemm
 TOKENS, K, N = 24, 16, 16
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.inductor])]
 
 
 def calls(comm: TorchComm) -> dict[str, tuple[dict[str, Any], Callable[[int, int], list[Tensor]]]]:
@@ -80,7 +80,7 @@ def compiled(comm: TorchComm, seed: int, backend: str, dynamic: bool) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "dynamic"),
-    [("aot_eager", False), ("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.slow)],
+    [("aot_eager", False), ("aot_eager", True), pytest.param("inductor", False, marks=[pytest.mark.slow, pytest.mark.inductor])],
 )
 def test_compile_fullgraph(seed: int, backend: str, dynamic: bool) -> None:
     run_ranks(compiled, 2, seed, backend, dynamic, timeout=280)

@@ -42,6 +42,7 @@ def test_eager(which: str, ranks: int, seed: int) -> None:
     run_ranks(run_exchange, ranks, seed, None, backend=which)
 
 
+@pytest.mark.inductor
 def test_compiled(seed: int) -> None:
     run_ranks(run_exchange, 2, seed, "inductor", backend="gloo", timeout=540)
 
