@@ -78,7 +78,7 @@ class MeshTrainer(Trainer):
         sizes = {"dp": 1, "tp": 1} | self.mesh_axes
         self.config.check(sizes["tp"])
         self.mesh = to.mesh.connect(sizes, self.comm, name=f"{self.comm.get_name()}/mesh")
-        self.choice = "plain" if algorithm == "sequential" else "auto"
+        self.choice = "sequential" if algorithm == "sequential" else "auto"
         model = PlainGPT(self.config, self.seed).to(self.device)
         self.model = to.mesh.shard_module(model, self.mesh, LAYOUTS, defer_gradients=True)
         self.loss = torch.zeros((), device=self.device)

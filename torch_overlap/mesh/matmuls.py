@@ -39,7 +39,7 @@ __all__ = ["ALGORITHMS", "Choice", "DeferredMatmul", "GatherMatmul", "choices", 
 
 _ops = torch.ops.torch_overlap
 
-ALGORITHMS = ("auto", "plain")
+ALGORITHMS = ("auto", "sequential")
 _NAMES = ("linear", "matmul", "mm")
 _INSIDE_VMAP = "it runs inside vmap"
 UnevenShards = Sequence[tuple[Sequence[str], str]]  # see uneven_shards()
@@ -84,8 +84,8 @@ def choosing(algorithm: str) -> Iterator[None]:
     where the sum ends.
 
     "auto", the default: as one operator if the operands allow it (parts of the same size, along a dimension that is not
-    multiplied); `explain` tells which algorithm the operator then chooses. Otherwise `choices` has the reason. "plain":
-    as a product and a collective.
+    multiplied); `explain` tells which algorithm the operator then chooses. Otherwise `choices` has the reason.
+    "sequential": as a product and a collective.
     """
     if algorithm not in ALGORITHMS:
         raise InvalidValueError(f"choosing: expected one of {ALGORITHMS}, got {algorithm!r}")
@@ -109,7 +109,7 @@ def choices() -> Iterator[list[Choice]]:
 def _should_overlap(op: str, sizes: tuple[int, int, int], algorithm: str, unsupported_reason: str | None) -> bool:
     """Returns True if the product is to run as the operator. `unsupported_reason`: why it cannot."""
     overlapped, why = unsupported_reason is None, unsupported_reason or "auto"
-    if overlapped and algorithm == "plain":
+    if overlapped and algorithm == "sequential":
         overlapped, why = False, "asked for"
     log = _log()
     if log is not None:

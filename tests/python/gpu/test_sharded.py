@@ -104,7 +104,7 @@ def test_functions_and_their_gradients(mesh, randn, name, place):
     torch.testing.assert_close(x.grad.full(), reference.grad)
 
 
-@pytest.mark.parametrize("how", ["plain", "auto"])
+@pytest.mark.parametrize("how", ["sequential", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_column_and_row_products(mesh, randn, how, dtype):
     """Sequence parallel: rows are gathered into the first product, and scattered out of the second."""
@@ -163,7 +163,7 @@ def part_of(mesh, whole, place):
     return shard(whole.clone(), mesh, place).local
 
 
-@pytest.mark.parametrize("how", ["plain", "auto"])
+@pytest.mark.parametrize("how", ["sequential", "auto"])
 @pytest.mark.parametrize("place", [P("dp"), P("dp", "tp")], ids=["tensor", "sequence"])
 def test_a_plain_model_trains_as_on_one_gpu(mesh, reference, batches, place, how):
     model = shard_module(copy.deepcopy(reference), mesh, LAYOUTS, defer_gradients=True)
@@ -191,7 +191,7 @@ def train(model, optimizer, tokens, targets, how):
     return loss.full()
 
 
-@pytest.mark.parametrize("how", ["plain", "auto"])
+@pytest.mark.parametrize("how", ["sequential", "auto"])
 @pytest.mark.parametrize("place", [P("dp"), P("dp", "tp")], ids=["tensor", "sequence"])
 def test_a_whole_step_in_a_graph(mesh, reference, batches, place, how):
     """Forward, backward, clipping and AdamW: replays with other tokens, some of them after an eager step."""

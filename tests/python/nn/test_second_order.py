@@ -117,7 +117,7 @@ def sharded_products(comm: to.TorchComm, seed: int, linear: bool) -> None:
     mesh = connect({"a": comm.get_size()}, comm)
     x, w, v = draws(seed, (ROWS, IN), (IN, HIDDEN), (HIDDEN, OUT))
     want = second(loss_of((x @ w).tanh() @ v, linear), x, [w, v])
-    for mode in ("plain", "auto"):
+    for mode in ("sequential", "auto"):
         for layout in (P(), P("a")):
             parts = [shard(t.detach().clone(), mesh, to_).requires_grad_()
                      for t, to_ in ((x, layout), (w, P(None, "a")), (v, P("a")))]  # fmt: skip

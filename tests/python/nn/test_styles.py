@@ -186,7 +186,11 @@ def compiled(rank, size, store, seed, sequence_parallel, backend):
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "backend"),
-    [(False, "aot_eager"), (True, "aot_eager"), pytest.param(True, "inductor", marks=[pytest.mark.slow, pytest.mark.inductor])],
+    [
+        (False, "aot_eager"),
+        (True, "aot_eager"),
+        pytest.param(True, "inductor", marks=[pytest.mark.slow, pytest.mark.inductor]),
+    ],
 )
 def test_compile_fullgraph(seed, sequence_parallel, backend):
     run_ranks(compiled, 2, seed, sequence_parallel, backend, comm=False, timeout=540)

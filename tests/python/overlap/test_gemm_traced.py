@@ -80,7 +80,11 @@ def compiled(comm: TorchComm, seed: int, backend: str, dynamic: bool) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "dynamic"),
-    [("aot_eager", False), ("aot_eager", True), pytest.param("inductor", False, marks=[pytest.mark.slow, pytest.mark.inductor])],
+    [
+        ("aot_eager", False),
+        ("aot_eager", True),
+        pytest.param("inductor", False, marks=[pytest.mark.slow, pytest.mark.inductor]),
+    ],
 )
 def test_compile_fullgraph(seed: int, backend: str, dynamic: bool) -> None:
     run_ranks(compiled, 2, seed, backend, dynamic, timeout=280)

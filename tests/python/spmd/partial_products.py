@@ -12,7 +12,7 @@ PRODUCTS = {
     "rows on another axis": ("dp=2,tp=2", "[dp],[tp]", "[],[tp]", "[dp],[] P{tp}"),
 }
 products = pytest.mark.parametrize("product", PRODUCTS)
-both = pytest.mark.parametrize("how", ["auto", "plain"])
+both = pytest.mark.parametrize("how", ["auto", "sequential"])
 
 
 class Product:

@@ -59,7 +59,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("how", ["auto", "plain"])
+@pytest.mark.parametrize("how", ["auto", "sequential"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_product_runs_as_the_operator_unless_told_otherwise(name, how, size, seed):
     left, right, after, op = CASES[name]
@@ -105,7 +105,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["auto", "plain"])
+@pytest.mark.parametrize("how", ["auto", "sequential"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_run_as_the_operator_says_why(name, how, seed):
     rows, columns, left, right, after, op, why = REFUSED[name]
@@ -138,7 +138,7 @@ def test_inside_vmap_nothing_is_fused(seed):
     on_mesh("x=2", body, seed)
 
 
-@pytest.mark.parametrize("how", ["auto", "plain"])
+@pytest.mark.parametrize("how", ["auto", "sequential"])
 def test_operands_are_moved_once_fused_or_not(how, seed):
     """Operands that are not gathered are moved once too: here the bias."""
 

@@ -334,7 +334,9 @@ def module_rank(comm, backend, layouts, lies, seed, algorithm, dtype=torch.float
 
 
 @pytest.mark.parametrize(
-    ("lies", "algorithm"), [(P(), "auto"), (P(), "plain"), (P("tp"), "plain"), (P(None, "tp"), "auto")], ids=str
+    ("lies", "algorithm"),
+    [(P(), "auto"), (P(), "sequential"), (P("tp"), "sequential"), (P(None, "tp"), "auto")],
+    ids=str,
 )
 def test_modules(lies, algorithm, seed):
     layouts = COLUMNS | {"embedding.weight": P("tp")}
@@ -384,9 +386,11 @@ def gpt_rank(comm, backend, axes, algorithm, seed, dtype=torch.float64, autocast
         return names
 
 
-# Over dp alone no product can overlap; over tp with "plain": below.
+# Over dp alone no product can overlap; over tp with "sequential": below.
 @pytest.mark.parametrize(
-    ("axes", "algorithm"), [({"dp": 1, "tp": 2}, "auto"), ({"dp": 2, "tp": 1}, "plain")], ids=["tp-auto", "dp-plain"]
+    ("axes", "algorithm"),
+    [({"dp": 1, "tp": 2}, "auto"), ({"dp": 2, "tp": 1}, "sequential")],
+    ids=["tp-auto", "dp-plain"],
 )
 def test_the_gpt_of_the_examples(axes, algorithm, seed):
     run_ranks(gpt_rank, 2, "aot_eager", axes, algorithm, seed, backend="gloo", timeout=240)
@@ -394,7 +398,7 @@ def test_the_gpt_of_the_examples(axes, algorithm, seed):
 
 def test_the_gpt_of_the_examples_under_autocast(seed):
     """The same collectives as in eager mode: casts keep their anchors there too, and are made once."""
-    args = {"dp": 1, "tp": 2}, "plain", seed, torch.float32, True
+    args = {"dp": 1, "tp": 2}, "sequential", seed, torch.float32, True
     eager, compiled = run_ranks(gpt_rank, 2, "aot_eager", *args, backend="gloo", timeout=240)[0]
     gather, scatter = "all_gather_single", "reduce_scatter_single"
     assert eager.count(gather) == compiled.count(gather) == 2 * 4

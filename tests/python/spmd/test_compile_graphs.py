@@ -43,7 +43,7 @@ def graphs_of(function, make):
 
     def rank(comm):
         torch._dynamo.reset()
-        with closing(connect({"tp": comm.get_size()}, comm)) as mesh, choosing("plain"):
+        with closing(connect({"tp": comm.get_size()}, comm)) as mesh, choosing("sequential"):
             graphs = Graphs()
             y = torch.compile(function, backend=graphs.compile, fullgraph=True)(*make(mesh))
             if y.local.requires_grad:
@@ -163,7 +163,7 @@ def test_fused_products_are_in_the_graph():
 
 
 def _plainly(function, *args):
-    with choosing("plain"):
+    with choosing("sequential"):
         return function(*args)
 
 

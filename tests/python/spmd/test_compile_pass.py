@@ -210,6 +210,6 @@ def test_what_is_left_alone_says_why():
     assert "by the cost model" in lines[0]
 
 
-def test_an_unknown_algorithm_is_refused():
-    with pytest.raises(to.InvalidValueError, match="expected overlap of .*, got .quick."):
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(to.InvalidValueError, match=r"expected overlap of .*, got .quick."):
         OverlapPass(overlap="quick")

@@ -103,7 +103,7 @@ def test_a_change_has_its_gradient(seed):
     """The factor is in the gradients of the operands."""
 
     def body(r):
-        for how in ("auto", "plain"):
+        for how in ("auto", "sequential"):
             with choosing(how):
                 made = Product(r, grad=True)
                 made.y.local.mul_(3)
@@ -238,7 +238,7 @@ def compiled_rank(comm, seed):
     torch._dynamo.reset()
     mesh = connect({"tp": 2}, comm)
     r = Rank(mesh, seed, [])
-    for how in ("auto", "plain"):
+    for how in ("auto", "sequential"):
         with choosing(how):
             made = Product(r)
             out, parts = torch.compile(changed_in_a_graph, backend="aot_eager", fullgraph=True)(*made.operands)

@@ -140,7 +140,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("how", ["plain", "auto"])
+@pytest.mark.parametrize("how", ["sequential", "auto"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_whole_jacobian_of_products(name, how, seed):
     before, after, kinds = PRODUCTS[name]
@@ -152,7 +152,7 @@ def test_the_whole_jacobian_of_products(name, how, seed):
 
         x, up, down = (r.randn(*shape).requires_grad_() for shape in ((4, 3), (3, 4), (4, 2)))
         with choosing(how):
-            if how == "plain":
+            if how == "sequential":
                 with r.sends(*kinds):
                     whole(x, up, down)
             torch.testing.assert_close(whole(x, up, down).full(), torch.tanh(x @ up) @ down)

@@ -90,7 +90,7 @@ def check_step(comm, axes, tokens_at, seed, how, defer):
 
 
 @pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("how", ["plain", "auto"])
+@pytest.mark.parametrize("how", ["sequential", "auto"])
 @pytest.mark.parametrize(
     ("axes", "tokens_at"),
     [("dp=2,tp=2", P("dp", "tp")), ("dp=1,tp=4", P(None, "tp")), ("dp=2,tp=2", P("dp")), ("dp=4,tp=1", P("dp"))],

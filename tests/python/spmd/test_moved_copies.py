@@ -191,7 +191,7 @@ def test_requires_grad_of_a_result_or_a_copy(through, seed):
     on_mesh("tp=2", body, seed)
 
 
-@pytest.mark.parametrize("how", ["auto", "plain"])
+@pytest.mark.parametrize("how", ["auto", "sequential"])
 def test_hooks_on_parameters(how, seed):
     """They see the gradient of all uses, of parameters that are moved too."""
 

@@ -288,7 +288,7 @@ def test_a_plan_says_what_it_does(seed):
     on_mesh(Mesh({"x": 4}), body, seed)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "plain"])
+@pytest.mark.parametrize("algorithm", ["auto", "sequential"])
 @pytest.mark.parametrize(
     ("x_layout", "w_layout", "out"),
     [

@@ -18,7 +18,7 @@ def test_uneven_parts_choose_alike(seed):
 
     def body(r):
         x, w = r.randn(512, 64), r.randn(257, 64)
-        for how in ("auto", "plain"):
+        for how in ("auto", "sequential"):
             with choosing(how), choices() as log:
                 y = F.linear(shard(x, r.mesh, P("x")), shard(w, r.mesh, P("x")).anchor())
                 torch.testing.assert_close(y.full(), F.linear(x, w))
@@ -88,7 +88,7 @@ def test_modes_of_the_caller(seed):
     def body(r):
         x, w = r.randn(4, 6), r.randn(6, 4)
         x, w = x.float(), w.float()
-        for how in ("plain", "auto"):
+        for how in ("sequential", "auto"):
             with choosing(how):
                 y = shard(x, r.mesh, P(None, "x")) @ shard(w, r.mesh, P("x"))
                 with torch.autocast("cpu", torch.bfloat16):
@@ -109,7 +109,7 @@ def test_modes_of_the_caller(seed):
 def test_two_losses_share_a_gather(seed):
     def body(r):
         x, v, w = r.randn(4, 6), r.randn(4, 6), r.randn(4, 6)
-        for how in ("plain", "auto"):
+        for how in ("sequential", "auto"):
             leaves = [shard(t.clone(), r.mesh, P("x")).requires_grad_() for t in (x, v, w)]
             with choosing(how):
                 h = leaves[0].reshard(P(None, "x")).reshard(P("x"))  # a result, whose gather is cached

@@ -71,7 +71,7 @@ def check_model(comm, axes, seed, sequence_parallel, bias, how):
 @pytest.mark.parametrize(("sequence_parallel", "bias"), [(True, False), (True, True), (False, True)])
 def test_a_plan_of_styles_shards_a_model(seed, axes, sequence_parallel, bias):
     ranks = 4 if "dp=2" in axes else 2
-    for how in ("plain", "auto"):
+    for how in ("sequential", "auto"):
         fused = run_ranks(check_model, ranks, axes, seed, sequence_parallel, bias, how, backend="local")[0]
         # Without sequence parallelism a partial sum passes through the residual, and is reduced before the norm.
         both = {"all_gather_matmul", "matmul_reduce_scatter"} if sequence_parallel and how == "auto" else set()
