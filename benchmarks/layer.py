@@ -5,8 +5,9 @@
 A ParallelTransformerBlock with sequence parallelism in bf16, with its gradients of norms summed at the end.
 
 ours: by algorithms of the operators, each also with changes: "p2p+kept" keeps the gathered rows for the backward pass,
-"p2p+silu" computes the gated activation by torch's kernels, and with --accumulate, where gradients are added to those
-of the step before, "p2p+main_grad" lets the products add them to float32 buffers. nccl: sequential, with no kernel of
+"p2p+silu" computes the gated activation by torch's kernels, "p2p+mesh" has parameters that are DTensors of a
+DeviceMesh, and with --accumulate, where gradients are added to those of the step before, "p2p+main_grad" lets the
+products add them to float32 buffers. nccl: sequential, with no kernel of
 ours in the collectives; torch fused: the same as nccl with the products of torch's async tensor parallelism, "joined"
 with one weight for all products of a gather (torch_overlap/tools/bench/async_tp.py); no communication: the latter with
 nothing sent. All but "+silu" have our kernel of the gated activation.
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import torch_overlap as to
 from torch_overlap._timing import Samples, in_graph, interleave, ratio_of, slowest_rank, spread_of
@@ -43,7 +45,7 @@ from torch_overlap.tools.bench.async_tp import Products, use_async_tp
 from torch_overlap.tools.bench.ranks import ENVIRONMENT, Ranks
 
 LEAD_CYCLES = 1_000_000
-ALGORITHMS = "auto,p2p,sequential"
+ALGORITHMS = "auto,p2p,p2p+mesh,sequential"
 NO_COMMUNICATION = "no communication"
 TORCH_FUSED = {"torch fused": False, "torch fused joined": True}  # name -> True if the weights of one gather are joined
 
@@ -51,6 +53,10 @@ TORCH_FUSED = {"torch fused": False, "torch fused joined": True}  # name -> True
 def _silu_apart(mlp: to.nn.ParallelMLP, x: Tensor) -> Tensor:
     gate, up = mlp.up(x)
     return F.silu(gate) * up
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 class Layer:
@@ -64,12 +70,13 @@ class Layer:
     def __init__(self, model: Transformer, comm: to.TorchComm, variant: str, batch: int, dtype: torch.dtype,
                  accumulates: bool = False) -> None:  # fmt: skip
         algorithm, *changes = variant.split("+")
-        if unknown := set(changes) - {"kept", "silu", "main_grad"}:
-            raise ValueError(f"layer: expected changes among kept, silu and main_grad, got {sorted(unknown)}")
+        if unknown := set(changes) - {"kept", "silu", "mesh", "main_grad"}:
+            raise ValueError(f"layer: expected changes among kept, silu, mesh and main_grad, got {sorted(unknown)}")
         device, size = comm.get_device(), comm.get_size()
         torch.manual_seed(1 + comm.get_rank())
+        over = to.device_mesh.init_device_mesh([comm], ["tp"]) if "mesh" in changes else comm
         self.block = to.nn.ParallelTransformerBlock(
-            model.hidden, model.heads, model.ffn, comm, kv_heads=model.kv_heads,
+            model.hidden, model.heads, model.ffn, over, kv_heads=model.kv_heads,
             activation="swiglu" if model.gated else "gelu", norm="rms", bias=False, dtype=dtype, algorithm=algorithm,
             keep_gathered="kept" in changes, gradient_accumulation_fusion="main_grad" in changes,
         )  # fmt: skip
@@ -103,7 +110,7 @@ class Layer:
         self.clear()
         y = self.step()
         grads = [getattr(p, "main_grad", p.grad) for p in (self.x, *self.block.parameters())]
-        return [y.detach().clone(), *(g.clone() for g in grads if g is not None)]
+        return [y.detach().clone(), *(_local(g).clone() for g in grads if g is not None)]
 
 
 def check(name: str, got: list[Tensor], reference: list[Tensor]) -> None:
