@@ -41,7 +41,7 @@ def run(launcher: Launcher, program: Path, out: Path, *arguments: str) -> tuple[
 @pytest.mark.slow
 def test_two_ranks_without_a_gpu(launcher: Launcher, tmp_path: Path) -> None:
     found, told = run(launcher, LAYER, tmp_path)
-    ways = ("auto", "p2p", "sequential", "no communication")
+    ways = ("auto", "p2p", "p2p+mesh", "sequential", "no communication")
     expected = {(model, way) for model in ("llama3-8b", "llama3-70b") for way in ways}
     assert {(row["name"], row["algorithm"]) for row in found["rows"]} == expected
     for row in found["rows"]:
