@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from torch_overlap.jax._ffi import Array, check_shared, differentiable, size_in_shard_map
 from torch_overlap.jax.axis import Axis, check_mesh, find_axis
-from torch_overlap.jax.products import ALGORITHMS, gather_product, product_scatter
+from torch_overlap.jax.products import ALGORITHMS, check_dtypes, gather_product, product_scatter
 
 __all__ = ["column_parallel", "row_parallel"]
 
@@ -71,8 +71,7 @@ def _product(op: str, x: Array, w: Array, axis: Axis | str, algorithm: str) -> A
         )
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"{op}: expected x [m, k] and w [k, n], got shapes {x.shape} and {w.shape}. Reshape one.")
-    if x.dtype != w.dtype:
-        raise TypeError(f"{op}: expected w of dtype {x.dtype} as x, got {w.dtype}. Convert one of them.")
+    check_dtypes(op, x, w)
     check_shared(op, "rows of x", x.shape[0], found.size)
     is_column = op == "column_parallel"
     check_shared(op, "columns of w" if is_column else "rows of w", w.shape[1 if is_column else 0], found.size)

@@ -98,8 +98,7 @@ def _checked(
         raise ValueError(
             f"{op}: expected x [..., k] and w [k, n], got shapes {x.shape} and {w.shape}. Transpose or reshape one."
         )
-    if x.dtype != w.dtype:
-        raise TypeError(f"{op}: expected w of dtype {x.dtype} as x, got {w.dtype}. Convert one of them.")
+    check_dtypes(op, x, w)
     if bias is not None:
         bias = jnp.asarray(bias)
         if bias.shape != (w.shape[1],):
@@ -110,6 +109,13 @@ def _checked(
             raise TypeError(f"{op}: expected bias of dtype {x.dtype} as x, got {bias.dtype}. Convert one of them.")
         return varying(axis.name, x, w, bias)
     return *varying(axis.name, x, w), None
+
+
+def check_dtypes(op: str, x: Array, w: Array) -> None:
+    if x.dtype == bool:
+        raise TypeError(f"{op}: expected x of numbers, got dtype bool. Convert it to integers.")
+    if x.dtype != w.dtype:
+        raise TypeError(f"{op}: expected w of dtype {x.dtype} as x, got {w.dtype}. Convert one of them.")
 
 
 def _row_dim(op: str, dim: int, x: Array) -> int:

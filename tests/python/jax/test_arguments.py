@@ -181,6 +181,9 @@ def test_shapes_are_checked_when_a_program_is_traced(mesh):
             traced(mesh, f, x, w)
     with pytest.raises(TypeError, match="expected w of dtype float64 as x, got float32"):
         traced(mesh, lambda x, w: toj.matmul_all_reduce(x, w, "tp"), x, w.astype(jnp.float32))
+    for product in (toj.all_gather_matmul, toj.matmul_reduce_scatter, toj.matmul_all_reduce):
+        with pytest.raises(TypeError, match="expected x of numbers, got dtype bool"):
+            traced(mesh, lambda x, w: product(x, w, "tp"), x > 0, w > 0)  # noqa: B023
 
 
 def test_an_algorithm_that_cannot_run_reaches_python(mesh):
