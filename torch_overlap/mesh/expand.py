@@ -161,6 +161,11 @@ def _full(size: Any, value: Any, x: Tensor, dtype: Any) -> Tensor:
     return torch.full(size, value, dtype=dtype or x.dtype, device=x.device)
 
 
+def _copy(x: Tensor, source: Tensor, _: bool = False) -> Tensor:
+    """Returns `source` as a value for x. The operator has no gradient in torch, which has one for copy_ alone."""
+    return as_type(source, x.dtype).expand(x.shape).clone()
+
+
 def _glu(x: Tensor, dim: int = -1) -> Tensor:
     a, b = x.chunk(2, dim)
     return a * torch.sigmoid(b)
@@ -220,6 +225,7 @@ EXPANSIONS: dict[str, Callable[..., Any]] = {
     "std": _std,
     "any": _any,
     "all": _all,
+    "copy": _copy,
     "glu": _glu,
     "dist": _dist,
     "batch_norm": _batch_norm,

@@ -82,3 +82,13 @@ def test_index_select(layouts, expected, kinds, seed):
         compare(r, lambda x, i: torch.index_select(x, 0, i), xs, layouts, expected, kinds)
 
     on_mesh("x=2", body, seed)
+
+
+@pytest.mark.parametrize("layout", ["[x],[]", "[],[] P{x}", None])
+def test_what_torch_copies_has_a_gradient(layout, seed):
+    """`diff` of order 0 calls copy_, whose functional form has no derivative in torch."""
+
+    def body(r):
+        compare(r, lambda x: torch.diff(x, 0), [r.randn(4, 4)], [layout], None, [])
+
+    on_mesh("x=2", body, seed)
