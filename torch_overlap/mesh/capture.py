@@ -186,7 +186,11 @@ class _Recorder(SchemaCheckMode):
         refuse_random(call)
         if self._depth == 0:
             refuse_strides(call)
-        result = _on_meta(func, args, kwargs)
+        try:
+            result = _on_meta(func, args, kwargs)
+        except RuntimeError:
+            self._refuse_parts_that_read(func, args, kwargs)
+            raise
         outputs = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, list | tuple) else []
         outputs = [t for t in outputs if isinstance(t, Tensor)]
         if not outputs:
@@ -239,6 +243,16 @@ class _Recorder(SchemaCheckMode):
             del self.program.steps[count:]
         return result
 
+    def _refuse_parts_that_read(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Raises _ReadsElements if a part of a composite operator reads elements: only the part has the tag."""
+        if _is_composite(func):
+            try:
+                self._substitute(lambda: func.decompose(*args, **kwargs))
+            except _ReadsElements:
+                raise
+            except Exception:  # the caller raises that of the operator
+                pass
+
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Records x.add_(y) as a new value of x."""
         name, target = func._schema.name.removeprefix("aten::"), args[0] if args else None
@@ -282,13 +296,14 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     except NotImplementedError as error:  # no kernel, or a copy of the data
         raise _ReadsElements(str(error)) from error
     except RuntimeError as error:
-        if _READ_TAGS.isdisjoint(func.tags):
+        if _READ_TAGS.isdisjoint(func.tags) and func is not _split_at_elements:
             raise
         raise _ReadsElements(str(error)) from error
 
 
 # torch selects these because tensors of a capture require no gradient.
 _WITH_GRADIENT = {torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default}
+_split_at_elements = torch.ops.aten.tensor_split.tensor_indices_or_sections
 _vector_norm = torch.ops.aten.linalg_vector_norm.default
 
 
