@@ -30,6 +30,8 @@ def _reduction(call: AtenCall) -> OpRule | None:
     keepdim = bool(call.argument(2, "keepdim", False))
     if name in ("amax", "amin") and math.prod(x.shape) == 0 and math.prod(call.outputs[0].shape) > 0:
         return None  # torch's operator raises
+    if name == "prod" and call.outputs[0].dtype.is_complex:
+        return _whole_along(call)  # no communicator multiplies complex numbers
     return OpRule.reduction(name, x.shape, [dims] if isinstance(dims, int) else list(dims or []), keepdim)
 
 

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from spmd_ranks import on_mesh
 
+from torch_overlap.mesh import shard
+
 CONV2D = ((4, 6, 5, 5), (8, 6, 3, 3), (8,))
 GROUPED = ((4, 8, 5, 5), (8, 2, 3, 3), (8,))
 
@@ -90,5 +92,17 @@ def test_what_torch_copies_has_a_gradient(layout, seed):
 
     def body(r):
         compare(r, lambda x: torch.diff(x, 0), [r.randn(4, 4)], [layout], None, [])
+
+    on_mesh("x=2", body, seed)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_products_of_complex_elements(dim, seed):
+    """No communicator multiplies complex numbers: the dimension is gathered."""
+
+    def body(r):
+        x = torch.complex(r.randn(3, 5), r.randn(3, 5))
+        for layout in ("[x],[]", "[],[x]"):
+            r.check(shard(x, r.mesh, layout).prod(dim), x.prod(dim))
 
     on_mesh("x=2", body, seed)
