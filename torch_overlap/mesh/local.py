@@ -130,7 +130,7 @@ def _zeros_with_gradient(shape: Sequence[int], value: Any, dtype: torch.dtype, t
     """Returns a constant that still depends on the inputs: the backward pass must visit them on every rank."""
     out = tensors[0].new_full(tuple(shape), value, dtype=dtype)
     for t in tensors:
-        if t.requires_grad and dtype.is_floating_point:
+        if t.requires_grad and (dtype.is_floating_point or dtype.is_complex):
             out = out + t.reshape(-1)[:0].sum().to(dtype)
     return out
 

@@ -106,3 +106,18 @@ def test_products_of_complex_elements(dim, seed):
             r.check(shard(x, r.mesh, layout).prod(dim), x.prod(dim))
 
     on_mesh("x=2", body, seed)
+
+
+def test_complex_parts_without_elements_have_a_gradient(seed):
+    """The backward pass visits every rank, so that all take part in its sums."""
+
+    def body(r):
+        xs = [torch.complex(r.randn(*shape), r.randn(*shape)) for shape in ((2, 2, 5), (4, 2, 3))]
+        whole = [x.clone().requires_grad_() for x in xs]
+        mine = [shard(x, r.mesh, layout).requires_grad_() for x, layout in zip(xs, ("[x],[],[]", None), strict=True)]
+        torch.view_as_real(F.conv1d(*whole)).square().sum().backward()
+        torch.view_as_real(F.conv1d(*mine)).square().sum().backward()
+        for value, reference in zip(mine, whole, strict=True):
+            r.check(value.grad, reference.grad)
+
+    on_mesh("x=3", body, seed)
