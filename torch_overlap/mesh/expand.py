@@ -35,6 +35,8 @@ def _unbind(x: Tensor, dim: int = 0) -> Any:
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
     product = a @ b
+    if not (product.is_floating_point() or product.is_complex()):
+        beta, alpha = int(beta), int(alpha)  # as torch does for integers
     if alpha != 1:
         product = product * alpha
     if beta == 0:

@@ -121,3 +121,16 @@ def test_complex_parts_without_elements_have_a_gradient(seed):
             r.check(value.grad, reference.grad)
 
     on_mesh("x=3", body, seed)
+
+
+def test_factors_of_integer_products(seed):
+    """torch takes their integer part."""
+
+    def body(r):
+        x, a, b = r.randint(9, 4, 6), r.randint(9, 4, 3), r.randint(9, 3, 6)
+        for beta, alpha in ((0.2, 1.6), (2.5, 0.9), (1, 3.2)):
+            operands = [r.place(v, layout) for v, layout in ((x, "[x],[]"), (a, "[],[x]"), (b, "[x],[]"))]
+            got = torch.addmm(*operands, beta=beta, alpha=alpha)
+            r.check(got, torch.addmm(x, a, b, beta=beta, alpha=alpha))
+
+    on_mesh("x=2", body, seed)
