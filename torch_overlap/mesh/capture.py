@@ -232,6 +232,7 @@ class _Recorder(SchemaCheckMode):
         """Records the operators of `function`. Records nothing if it writes to parts of tensors or cannot be
         captured."""
         count = len(self.program.steps)
+        numbers, writes = dict(self._numbers), dict(self.program.writes)
         self._depth += 1
         try:
             result = self.run(function)
@@ -241,6 +242,7 @@ class _Recorder(SchemaCheckMode):
             self._depth -= 1
         if result is NotImplemented:
             del self.program.steps[count:]
+            self._numbers, self.program.writes = numbers, writes
         return result
 
     def _refuse_parts_that_read(self, func: Any, args: Any, kwargs: Any) -> None:

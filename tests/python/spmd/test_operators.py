@@ -134,3 +134,11 @@ def test_factors_of_integer_products(seed):
             r.check(got, torch.addmm(x, a, b, beta=beta, alpha=alpha))
 
     on_mesh("x=2", body, seed)
+
+
+def test_quantiles_at_sharded_places(seed):
+    def body(r):
+        x, places = r.randn(5), torch.tensor([0.2, 0.6], dtype=torch.float64)
+        r.check(torch.quantile(r.place(x, "[x]"), r.place(places, None)), torch.quantile(x, places))
+
+    on_mesh("x=2", body, seed)
