@@ -165,8 +165,10 @@ class _Recorder(SchemaCheckMode):
             if known.untyped_storage()._cdata == storage and known.shape == tensor.shape:
                 self._alive.append(tensor)
                 return self._numbers[id(known)]
-        self.program.constants[self._number(tensor)] = tensor
-        return self._numbers[id(tensor)]
+        raise UnsupportedError(
+            "capture: expected a function that makes tensors of numbers on the CPU, got one that makes them on the "
+            "device of its operands; run it on local or gathered tensors"
+        )
 
     def _number(self, tensor: Tensor) -> int:
         self._alive.append(tensor)

@@ -210,6 +210,11 @@ def test_results_that_depend_on_elements_are_refused(function: Callable[..., Any
         capture(function, (X,))
 
 
+def test_tensors_of_numbers_on_the_device_of_operands_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="tensors of numbers on the CPU"):
+        capture(lambda x: torch.unravel_index(x, (2, 2)), (Operand((4,), torch.int64),))
+
+
 def test_devices_are_those_of_the_ranks() -> None:
     mesh, cpu = Mesh({"x": 2}), torch.device("cpu")
     whole = Layout.replicated(mesh, 1)
