@@ -34,7 +34,10 @@ def _unbind(x: Tensor, dim: int = 0) -> Any:
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    product = a @ b
+    return _scaled_sum(bias, a @ b, beta, alpha)
+
+
+def _scaled_sum(bias: Tensor, product: Tensor, beta: Any, alpha: Any) -> Tensor:
     if not (product.is_floating_point() or product.is_complex()):
         beta, alpha = int(beta), int(alpha)  # as torch does for integers
     if alpha != 1:
@@ -49,7 +52,8 @@ def _addbmm(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -
 
 
 def _addr(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    return _addmm(bias, a.unsqueeze(1), b.unsqueeze(0), beta, alpha)
+    product = a.unsqueeze(1) * b.unsqueeze(0)  # which bools have, too
+    return as_type(_scaled_sum(bias, product, beta, alpha), torch.promote_types(bias.dtype, product.dtype))
 
 
 def _pad(x: Tensor, pads: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:

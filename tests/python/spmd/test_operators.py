@@ -136,6 +136,18 @@ def test_factors_of_integer_products(seed):
     on_mesh("x=2", body, seed)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
+def test_outer_products(dtype, seed):
+    def body(r):
+        xs = [(2 * r.randn(*shape)).to(dtype) for shape in ((4, 6), (4,), (6,))]
+        for layouts in (("[x],[]", "[x]", None), ("[],[x]", None, "[x]"), (None, "[x]", None)):
+            mine = [shard(x, r.mesh, layout) for x, layout in zip(xs, layouts, strict=True)]
+            r.check(torch.addr(*mine), torch.addr(*xs))
+            r.check(torch.addr(*mine, beta=0, alpha=2), torch.addr(*xs, beta=0, alpha=2))
+
+    on_mesh("x=2", body, seed)
+
+
 def test_quantiles_at_sharded_places(seed):
     def body(r):
         x, places = r.randn(5), torch.tensor([0.2, 0.6], dtype=torch.float64)
