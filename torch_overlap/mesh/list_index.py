@@ -15,7 +15,8 @@ def without_lists(index: Any, shape: Sequence[int]) -> Any:
     """Returns the index of a tensor of this shape, with tensors in place of lists of numbers.
 
     Raises:
-        IndexError: the length of a list of bools differs from its dimension.
+        IndexError: the length of a list of bools differs from its dimension; a number is out of range. Raised on every
+            rank, where a part without elements would accept any number.
     """
     if not isinstance(index, tuple | list | range):
         return index
@@ -43,9 +44,19 @@ def _as_tensor(item: Any, dim: int, shape: Sequence[int]) -> Any:
     if made.numel() == 0:
         return made.to(torch.int64)
     if made.dtype is not torch.bool or made.dim() != 1:
+        if made.dtype is not torch.bool and dim < len(shape):
+            _expect_inside(made, dim, shape[dim])
         return made
     if dim >= len(shape) or len(made) != shape[dim]:
         raise IndexError(
             f"getitem: expected as many bools as dimension {dim} of {tuple(shape)} has, got {len(made)} in {item}"
         )
     return made.nonzero().flatten()
+
+
+def _expect_inside(index: Tensor, dim: int, size: int) -> None:
+    wrong = index[(index < -size) | (index >= size)]
+    if wrong.numel() > 0:
+        raise IndexError(
+            f"getitem: expected indices in [{-size}, {size - 1}] of dimension {dim} with size {size}, got {wrong[0]}"
+        )

@@ -493,7 +493,9 @@ def test_lists_as_an_index(name, lies, seed):
 
 def test_lists_that_are_no_index(seed):
     def body(r):
-        x = shard(r.randn(4, 6), r.mesh, P("x"))
+        x, few = shard(r.randn(4, 6), r.mesh, P("x")), shard(r.randn(1, 6), r.mesh, P("x"))
+        with pytest.raises(IndexError, match=r"in \[-6, 5\] of dimension 1 with size 6, got -7"):
+            few[:, [0, -7]]  # on the rank without rows, too
         for index, message in (
             (([True, False],), r"as many bools as dimension 0 of \(4, 6\) has, got 2"),
             ((0, [True] * 5), "dimension 1 .* got 5"),
