@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from tracing_cases import EXPECTED, NOBODY, calls, scaled_calls
 
 import torch_overlap as to
@@ -216,6 +217,8 @@ def compile_rank(comm, backend, dynamic):
         grads = torch.autograd.grad(got.square().sum(), tensors)
         for grad, want_grad in zip(grads, want_grads, strict=True):
             torch.testing.assert_close(grad, want_grad, rtol=1e-4, atol=1e-4)
+        again = torch.autograd.grad(checkpoint(compiled, *tensors, comm, use_reentrant=False).square().sum(), tensors)
+        torch.testing.assert_close(again, grads)
         with torch.no_grad():
             torch.testing.assert_close(compiled(*tensors, comm), want)
 
