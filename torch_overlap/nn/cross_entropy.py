@@ -86,13 +86,14 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, own: Tensor, counted: Tensor, comm: str, size: int,
                 smoothing: float) -> Tensor:  # fmt: skip
         x = logits if logits.dtype == torch.float64 else logits.float()
-        largest = _ops.all_reduce(x.amax(-1), "max", comm, size)
+        # An exported program has these operators, and their gradients in place of backward.
+        largest = _ops.all_reduce(x.amax(-1).detach(), "max", comm, size)
         x = x - largest.unsqueeze(-1)
         is_own = (own >= 0) & (own < x.size(-1))
         target = x.gather(-1, own.where(is_own, 0).unsqueeze(-1)).squeeze(-1)
         terms = [x.exp().sum(-1), target.where(is_own, 0)]
         terms += [x.sum(-1)] if smoothing else []
-        sums = _ops.all_reduce(torch.stack(terms), "sum", comm, size)
+        sums = _ops.all_reduce(torch.stack(terms), "sum", comm, size, "I")
         log_sum = sums[0].log()
         loss = log_sum - sums[1]
         if smoothing:

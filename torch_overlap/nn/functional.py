@@ -30,6 +30,10 @@ def copy_matmul(
     weight.
     """
     cast = [_autocast(t) for t in (x, *weights, *biases)]
+    if torch.compiler.is_exporting():
+        each = _ops._invariant_to_replicated(cast[0], *group(comm)) if torch.is_grad_enabled() else cast[0]
+        columns = zip(cast[1 : len(weights) + 1], cast[len(weights) + 1 :], strict=True)
+        return [F.linear(each, w, b) for w, b in columns]  # type: ignore[arg-type]
     outputs: tuple[Tensor, ...] = _CopyMatmul.apply(*group(comm), algorithm, *cast)  # type: ignore[no-untyped-call]
     return list(outputs)
 
@@ -42,8 +46,26 @@ def sum_matmul(
     `comm`: the communicator, or its name and size.
     """
     cast = [_autocast(t) for t in (x, weight, bias)]
-    output: Tensor = _SumMatmul.apply(*(comm if isinstance(comm, tuple) else group(comm)), algorithm, *cast)  # type: ignore[no-untyped-call]
+    ranks = comm if isinstance(comm, tuple) else group(comm)
+    if torch.compiler.is_exporting():
+        return _exported_sum(ranks, algorithm, *cast)
+    output: Tensor = _SumMatmul.apply(*ranks, algorithm, *cast)  # type: ignore[no-untyped-call]
     return output
+
+
+def _exported_sum(ranks: tuple[str, int], algorithm: str, x: Any, weight: Any, bias: Tensor | None) -> Tensor:
+    """Returns sum_matmul by operators that have its gradient.
+
+    An exported program has the operators of an autograd function's forward, and their gradients in place of its
+    backward. That of matmul_all_reduce is the sum over the ranks.
+    """
+    total: Tensor
+    if not torch.is_grad_enabled():
+        total = _ops.matmul_all_reduce(x, weight, bias, *ranks, "sum", algorithm)
+    else:
+        total = _ops.all_reduce(F.linear(x, weight), "sum", *ranks, "I")
+        total = total if bias is None else total + bias
+    return total
 
 
 def local_shard(x: Tensor, dim: int, comm: TorchComm) -> Tensor:
