@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from torch_overlap import InvalidTypeError
 from torch_overlap.mesh import (
     CostModel,
     Layout,
@@ -177,3 +178,19 @@ def test_no_json_is_refused(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match="expected JSON"):
         load_cost_model(path)
+
+
+def test_complex_arrays_are_refused():
+    """A conversion to float64 would drop their imaginary parts."""
+    mesh = Mesh({"tp": 2})
+    layout = Layout.parse(mesh, "[tp]")
+    whole, parts = np.array([1 + 2j, 3, 4, 5]), [np.array([1.0, 2.0]), np.array([3j, 4])]
+    plan = plan_reshard(layout, Layout.parse(mesh, "[]"), (4,), 8, CostModel.h200())
+    for name, call in (
+        ("distribute", lambda: distribute(whole, layout)),
+        ("distribute", lambda: distribute([1 + 2j, 3], layout)),
+        ("collect", lambda: collect(parts, layout, (4,))),
+        ("simulate", lambda: simulate(plan, parts)),
+    ):
+        with pytest.raises(InvalidTypeError, match=f"{name}: expected real numbers for .*, got complex128; call it"):
+            call()
