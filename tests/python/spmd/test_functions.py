@@ -541,3 +541,26 @@ def test_ranks_without_elements(name, seed):
             compare(r, function, [r.randn(3, 2, 5)], [layout])
 
     on_mesh("x=4", body, seed)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest", "nearest-exact"])
+@pytest.mark.parametrize("layout", ["[dp],[tp],[],[]", "[],[],[dp],[tp]"])
+def test_interpolated_bytes_are_those_of_torchs_kernel(mode, layout, seed):
+    """torch's decomposition of interpolate into Python operators rounds bytes otherwise than its kernel."""
+
+    def body(r):
+        x = r.randint(256, 4, 4, 6, 10).to(torch.uint8)
+        for to in ({"size": (9, 7)}, {"scale_factor": (0.5, 1.7)}):
+            out = F.interpolate(r.place(x, layout), mode=mode, **to)
+            r.check(out, F.interpolate(x, mode=mode, **to), atol=0, rtol=0)
+
+    on_mesh("dp=2,tp=2", body, seed)
+
+
+def test_gradients_of_interpolate(seed):
+    def body(r):
+        for mode in ("bilinear", "bicubic"):
+            for layout in ("[dp],[tp],[],[]", "[],[],[dp],[tp]", "[dp],[],[],[] P{tp}"):
+                compare(r, lambda x, mode=mode: F.interpolate(x, (9, 7), mode=mode), [r.randn(4, 4, 6, 10)], [layout])
+
+    on_mesh("dp=2,tp=2", body, seed)
