@@ -46,6 +46,7 @@ from torch_overlap.mesh.matmuls import (
 from torch_overlap.mesh.program import Program, Ref
 from torch_overlap.mesh.rules import rule_of
 from torch_overlap.mesh.sharded import Provenance, Sharded, provenance_of
+from torch_overlap.mesh.sparse_gradients import has_sparse_gradient, refuse_sparse_gradient
 from torch_overlap.mesh.value_spec import ValueSpec, replicated_spec, spec_of
 
 __all__ = ["Recipe", "RecipeStep", "recipe_of", "run_function"]
@@ -442,6 +443,8 @@ def _make_step(
             break
     needed = [spec_of(mesh, to, spec.shape, spec.dtype) for to, spec in zip(strategy.inputs, inputs, strict=True)]
     local = local_call(call, own_rule, strategy.inputs, strategy.outputs, mesh.rank, device)
+    if has_sparse_gradient(call) and needed[0].layout != inputs[0].layout:
+        local = refuse_sparse_gradient(call, inputs[0].layout, local)
     # A result of an anchored value only, with as many elements, is anchored too.
     stays = len(inputs) == 1 and inputs[0].anchored and not plans[0].num_sends
     outputs = [

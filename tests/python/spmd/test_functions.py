@@ -564,3 +564,28 @@ def test_gradients_of_interpolate(seed):
                 compare(r, lambda x, mode=mode: F.interpolate(x, (9, 7), mode=mode), [r.randn(4, 4, 6, 10)], [layout])
 
     on_mesh("dp=2,tp=2", body, seed)
+
+
+def test_sparse_gradients_of_tables(seed):
+    """Those of a replicated table stay on their rank; one that a collective would move is refused before it."""
+
+    def body(r):
+        weight, index = r.randn(8, 6), r.randint(8, 4, 2)
+        for name, function in (
+            ("embedding", lambda w, i: F.embedding(i, w, sparse=True)),
+            ("embedding_bag", lambda w, i: F.embedding_bag(i, w, sparse=True, mode="sum")),
+        ):
+            leaf = weight.clone().requires_grad_()
+            function(leaf, index).square().sum().backward()
+            for at in ("[],[]", "[tp],[]"):
+                table = r.place(weight, "[],[]").requires_grad_()
+                function(table, r.place(index, at)).square().sum().backward()
+                assert table.grad.local.is_sparse
+                torch.testing.assert_close(table.grad.full().to_dense(), leaf.grad.to_dense())
+                for layout in ("[tp],[]", "[],[tp]", "[],[] I{dp}", "[],[] P{tp}"):
+                    table = r.place(weight, layout)
+                    r.check(function(table, r.place(index, at)), function(weight, index))
+                    with pytest.raises(UnsupportedError, match=f"{name}: expected a replicated table for sparse=True"):
+                        function(table.requires_grad_(), r.place(index, at))
+
+    on_mesh("dp=2,tp=2", body, seed)
