@@ -362,6 +362,24 @@ def test_an_embedding_that_is_split_by_vocabulary(seed: int, padding: int) -> No
     run_ranks(vocabulary, 2, seed, padding, comm=False)
 
 
+def compiled_vocabulary(rank: int, size: int, store: Any, seed: int) -> None:
+    torch._dynamo.reset()
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    reference = nn.Sequential(nn.Embedding(8, 4, padding_idx=5), nn.Linear(4, 8)).double()
+    model = parallelize(copy.deepcopy(reference), mesh, {"0": VocabularyParallel()})
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for tokens in (torch.randint(8, (3, 6)), torch.arange(8)):
+        torch.testing.assert_close(run(tokens), reference(tokens))
+        run(tokens).square().sum().backward()
+        reference(tokens).square().sum().backward()
+    torch.testing.assert_close(whole(model[0].weight.grad), reference[0].weight.grad)
+
+
+def test_an_embedding_that_is_split_by_vocabulary_compiles(seed: int) -> None:
+    run_ranks(compiled_vocabulary, 2, seed, comm=False)
+
+
 def forgotten_norm(rank: int, size: int, store: Any, seed: int) -> None:
     mesh = start(rank, size, store)
     torch.manual_seed(seed)

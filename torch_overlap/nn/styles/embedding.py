@@ -75,7 +75,7 @@ class VocabularyParallel(Style):
             own = tokens - first
             # A token outside of the vocabulary stays so, and the lookup raises.
             outside = ((own < 0) | (own >= rows)) & (tokens >= 0) & (tokens < rows * size)
-            vars(module)[_FOREIGN] = outside
+            setattr(module, _FOREIGN, outside)
             module.padding_idx = own_padding  # type: ignore[assignment]  # during forward
             return (own.masked_fill(outside, 0), *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}
 
@@ -83,7 +83,9 @@ class VocabularyParallel(Style):
             module.padding_idx = padding  # type: ignore[assignment]
 
         def add(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-            return ops.all_reduce(y.masked_fill(vars(module).pop(_FOREIGN).unsqueeze(-1), 0), comm, grad="I")
+            foreign = getattr(module, _FOREIGN)
+            delattr(module, _FOREIGN)  # Dynamo traces no vars(module).pop()
+            return ops.all_reduce(y.masked_fill(foreign.unsqueeze(-1), 0), comm, grad="I")
 
         embedding.register_forward_pre_hook(to_own, with_kwargs=True)
         embedding.register_forward_hook(restore, always_call=True)
