@@ -204,6 +204,15 @@ def refuses(error, message, act):
         act()
 
 
+class CheckpointedAlone(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        return checkpoint(self.linear, x, use_reentrant=True)
+
+
 def errors(rank, size, store):
     mesh = start(rank, size, store)
     refuses(TypeError, r"^ColumnParallel: expected an nn.Linear, got RMSNorm; change the plan",
@@ -224,6 +233,10 @@ def errors(rank, size, store):
             lambda: attention.wq(torch.ones(1, 2, DIM)))  # fmt: skip
     with torch.no_grad():
         assert attention(torch.ones(1, 2, DIM), torch.ones(4, HEAD_DIM)).shape == (1, 2, DIM)  # and still works
+    mlp = parallelize_module(Llama(), mesh, plan(True)).layers["0"].feed_forward
+    mlp.w1 = CheckpointedAlone(mlp.w1)
+    refuses(ValueError, r"^SharedGather: expected gradients enabled in its linears as in their module, got",
+            lambda: mlp(torch.ones(1, 2, DIM, requires_grad=True)))  # fmt: skip
     fused = parallelize_module(Llama(), mesh, plan(True, fused=True)).layers["0"].feed_forward
     refuses(to.UnsupportedError, r"^ColumnParallelLinear: expected an overlapped all_gather_matmul \(require_fused",
             lambda: fused(torch.ones(1, 2, DIM)))  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,10 +97,12 @@ class _Gather:
         self.input: Tensor | None = None
         self.stand_in: Tensor | None = None
         self.outputs: list[Tensor] | None = None
+        self.is_grad_enabled = False  # in the module, outside of its linears
 
     def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = first_tensor("SharedGather", args, kwargs, self.argument)
         self.input, self.stand_in, self.outputs = x, x, None
+        self.is_grad_enabled = torch.is_grad_enabled()
         first = self.layers[0]
         if first.sequence_parallel:
             shape = list(x.shape)
@@ -140,6 +143,12 @@ class _Gather:
             raise ValueError(
                 "SharedGather: expected its linears to get the module's first argument unchanged, got another tensor; "
                 "use ColumnParallel for those that do not"
+            )
+        if self.is_grad_enabled and not torch.is_grad_enabled():
+            # The first linear computes the products of all: none of them would have a gradient.
+            raise ValueError(
+                "SharedGather: expected gradients enabled in its linears as in their module, got one under no_grad "
+                "or in a checkpoint of its own; checkpoint the whole module, or use ColumnParallel"
             )
         if self.outputs is None:
             weights = [weight for layer in self.layers for weight in layer.weights]
