@@ -205,7 +205,7 @@ class _Recorder(SchemaCheckMode):
             expanded = self._substitute(lambda: expansion(*args, **kwargs))
             if expanded is not NotImplemented:
                 return expanded
-        elif call.inputs and _is_composite(func) and not _rounds_in_kernel(call) and rule_of(call) is None:
+        elif call.inputs and _is_composite(func) and rule_of(call) is None:
             expanded = self._substitute(lambda: func.decompose(*args, **kwargs))
             if expanded is not NotImplemented:
                 return expanded
@@ -320,11 +320,6 @@ def _with_reduced_shape(
 
 def _is_composite(func: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
-
-
-def _rounds_in_kernel(call: AtenCall) -> bool:
-    """Returns True if torch's Python decomposition of a composite operator rounds otherwise than its kernel does."""
-    return call.name.startswith("upsample_")
 
 
 def _operand(tensor: Tensor) -> Operand:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,6 +74,15 @@ _DIMS: dict[str, tuple[int, str, Any]] = {
 
 def _einsum_rule(call: AtenCall, inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) -> OpRule:
     return OpRule.einsum(call.name, equation(inputs, outputs), [x.shape for x in call.inputs])
+
+
+def _of_images(call: AtenCall) -> OpRule | None:
+    """Returns the rule of operators that compute each image by itself: pooling, interpolation, padding by pixels."""
+    if len(call.inputs) != 1:
+        return None
+    pads = call.argument(1, "pad", ()) if call.name == "pad" else None
+    ndim = int(_NDIM.findall(call.name)[0]) if pads is None else len(pads) // 2
+    return OpRule.along(call.name, call.inputs[0].shape, list(range(-ndim, 0)), [out.shape for out in call.outputs])
 
 
 def _along(call: AtenCall) -> OpRule | None:
@@ -164,6 +174,15 @@ def _whole_matrices(call: AtenCall) -> OpRule | None:
     return OpRule.along(call.name, call.inputs[0].shape, [-2, -1]) if len(call.inputs) == 1 else None
 
 
+_NDIM = re.compile("([123])d")
+_OF_IMAGES = (
+    *(f"{name}{n}d" for n in (1, 2, 3) for name in (
+        "max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool", "upsample_nearest",
+        "_upsample_nearest_exact", "reflection_pad", "replication_pad")),
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "pad",
+)  # fmt: skip
+
 COMPUTE: dict[str, Callable[[AtenCall], OpRule | None]] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "vdot"), _matmul),
     "linear": _linear,
@@ -182,6 +201,7 @@ COMPUTE: dict[str, Callable[[AtenCall], OpRule | None]] = {
     "batch_norm": _batch_norm,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _conv),
     "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(_OF_IMAGES, _of_images),
     "einsum": _einsum,
     "cholesky": _whole_matrices,
 }  # fmt: skip

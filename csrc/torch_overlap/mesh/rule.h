@@ -112,7 +112,10 @@ TORCH_OVERLAP_API OpRule slice_rule(const Shape& x, int64_t dim, const std::vect
 // dimension, each rank looks up its part.
 TORCH_OVERLAP_API OpRule take_rule(const Shape& table, const Shape& index, int64_t dim);
 // softmax, log_softmax, cumsum, sort, flip: whole along `dims`, parallel along any other dimension.
-TORCH_OVERLAP_API OpRule along_rule(std::string_view op, const Shape& x, std::vector<int64_t> dims);
+// `outputs`: shapes of the results, of other sizes along `dims` (pooling, interpolation, pad);
+// empty: one of x's shape.
+TORCH_OVERLAP_API OpRule along_rule(std::string_view op, const Shape& x, std::vector<int64_t> dims,
+                                    const std::vector<Shape>& outputs = {});
 // layer_norm, rms_norm over the last dimensions, with `num_weights` weights of their shape (0 to
 // 2).
 TORCH_OVERLAP_API OpRule norm_rule(const Shape& x, int64_t normalized_dims, int64_t num_weights);

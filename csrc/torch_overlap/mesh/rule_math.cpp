@@ -188,7 +188,8 @@ OpRule reduction_rule(std::string_view op, const Shape& x, std::vector<int64_t> 
   return builder.take();
 }
 
-OpRule along_rule(std::string_view op, const Shape& x, std::vector<int64_t> dims) {
+OpRule along_rule(std::string_view op, const Shape& x, std::vector<int64_t> dims,
+                  const std::vector<Shape>& outputs) {
   const std::set<size_t> whole = normal_dims(op, dims, x.size());
   RuleBuilder builder{std::string(op)};
   std::vector<std::vector<int32_t>> all;
@@ -197,7 +198,19 @@ OpRule along_rule(std::string_view op, const Shape& x, std::vector<int64_t> dims
                               whole.count(d) != 0 ? FactorKind::kWhole : FactorKind::kParallel));
   }
   builder.input(x, all);
-  builder.output(x, all);
+  if (outputs.empty()) builder.output(x, all);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const Shape& output = outputs[i];
+    auto of_output = all;
+    for (size_t d = 0; d < x.size(); ++d) {
+      TORCH_OVERLAP_CHECK(output.size() == x.size() && (whole.count(d) != 0 || output[d] == x[d]),
+                          kValue, op, ": expected outputs of the shape ", list_string(x),
+                          " but for dimensions ", list_string(dims), ", got ", list_string(output));
+      if (whole.count(d) == 0) continue;
+      of_output[d] = builder.dim(concat(dim_name(d), i), output[d], FactorKind::kWhole);
+    }
+    builder.output(output, std::move(of_output));
+  }
   if (op == "flip") builder.pattern(1, kAllKinds);
   if (op == "cumsum") builder.pattern(1, kLinearKinds);
   return builder.take();

@@ -101,8 +101,10 @@ global.)")
                   "Returns the rule of index_select and embedding for the shapes `table` and "
                   "`index`. If the table is sharded along `dim`, each rank looks up its part.")
       .def_static("along", &mesh::along_rule, py::arg("op"), py::arg("x"), py::arg("dims"),
+                  py::arg("outputs") = std::vector<mesh::Shape>{},
                   "Returns the rule of an `op` that needs whole `dims` of shape `x`: softmax, "
-                  "cumsum, sort, flip.")
+                  "cumsum, sort, flip. `outputs`: shapes of its results, of other sizes along "
+                  "`dims`, as those of pooling; none: one of shape `x`.")
       .def_static("norm", &mesh::norm_rule, py::arg("x"), py::arg("normalized_dims") = 1,
                   py::arg("num_weights") = 0,
                   "Returns the rule of layer_norm and rms_norm over the last `normalized_dims` "

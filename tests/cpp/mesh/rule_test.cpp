@@ -51,6 +51,8 @@ TEST(Rule, OperatorsHaveTheirFactors) {
   EXPECT_EQ(slice_rule({8, 3}, 0, {{0, 8}}).str(), "slice: a b -> a b");
   EXPECT_EQ(take_rule({100, 8}, {2, 3}, 0).str(), "take: a+ b, i0 i1 -> i0 i1 b");
   EXPECT_EQ(along_rule("softmax", {4, 8}, {-1}).str(), "softmax: a b! -> a b!");
+  EXPECT_EQ(along_rule("max_pool2d", {4, 3, 8, 8}, {-2, -1}, {{4, 3, 4, 1}, {4, 3, 4, 1}}).str(),
+            "max_pool2d: a b c! d! -> a b c0! 1, a b c1! 1");
   EXPECT_EQ(norm_rule({4, 8, 6}, 1, 2).str(), "norm: a b c!, c!, c! -> a b c!");
   EXPECT_EQ(conv_rule({2, 6, 5, 5}, {4, 3, 3, 3}, {2, 4, 3, 3}, 2, true).str(),
             "conv: b (g i+) x0! x1!, (g o) i+ w0! w1!, (g o) -> b (g o) y0! y1!");

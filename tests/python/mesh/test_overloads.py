@@ -45,6 +45,13 @@ CALLS: dict[Any, tuple[Any, ...]] = {
     aten.view.dtype: (X, torch.int32),
     aten.view_copy.dtype: (X, torch.int16),
 }
+for n in (1, 2, 3):
+    for name in ("upsample_nearest", "_upsample_nearest_exact"):
+        CALLS[getattr(aten, f"{name}{n}d").vec] = data(2, 4, *[3] * n), None, [2.0] * n
+for name in ("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
+             "_upsample_bicubic2d_aa", "upsample_trilinear3d"):  # fmt: skip
+    n = int(next(c for c in name if c.isdigit()))
+    CALLS[getattr(aten, name).vec] = data(2, 4, *[3] * n), [5] * n, False, None
 NAMED: dict[Any, dict[str, Any]] = {aten.scatter.reduce: {"reduce": "add"}}
 WITHOUT_RULE = {aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype, aten.baddbmm.dtype}
 READ_ELEMENTS: dict[Any, tuple[Any, ...]] = {

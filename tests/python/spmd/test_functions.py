@@ -589,3 +589,30 @@ def test_sparse_gradients_of_tables(seed):
                         function(table.requires_grad_(), r.place(index, at))
 
     on_mesh("dp=2,tp=2", body, seed)
+
+
+IMAGES = {
+    "max_pool2d": lambda x: F.max_pool2d(x, 2, stride=1, padding=1),
+    "max_pool2d with indices": lambda x: F.max_pool2d(x, 3, return_indices=True)[0],
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, (4, 1)),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, 4),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "nearest-exact": lambda x: F.interpolate(x, (5, 3), mode="nearest-exact"),
+    "bilinear": lambda x: F.interpolate(x, (9, 1), mode="bilinear"),
+    "bicubic": lambda x: F.interpolate(x, (9, 7), mode="bicubic", antialias=True),
+    "reflect": lambda x: F.pad(x, (1, 2, 0, 1), mode="reflect"),
+    "replicate": lambda x: F.pad(x, (1, 2, 0, 1), mode="replicate"),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_stay_where_they_are(name, seed):
+    """Pooling, interpolation and padding of batches and channels that are sharded send nothing."""
+
+    def body(r):
+        for layout in ("[dp],[tp],[],[]", "[dp,tp],[],[],[]", "[],[tp,dp],[],[]"):
+            compare(r, IMAGES[name], [r.randn(3, 6, 6, 8)], [layout], [], layout)
+        compare(r, IMAGES[name], [r.randn(3, 6, 6, 8)], ["[],[dp],[tp],[]"])
+
+    on_mesh("dp=2,tp=2", body, seed)
