@@ -153,6 +153,27 @@ def gradient_of(x: Sharded, local: Tensor) -> Sharded:
     return Sharded(local, spec_of(x.mesh, gradient_layout(x.layout), x.shape, local.dtype))
 
 
+def compare(r: Rank, function: Callable[..., Tensor], values: Sequence[Tensor], layouts: Sequence[str],
+            sent: list[str] | None = None, layout: str | None = None) -> Sharded:  # fmt: skip
+    """Compares the function of values with these layouts, and the gradients of all operands, with the unsharded
+    ones."""
+    leaves = [x.clone().requires_grad_() for x in values]
+    expected = function(*leaves)
+    c = r.randn(*expected.shape)
+    expected.backward(c)
+    operands = [r.place(x, y).requires_grad_() for x, y in zip(values, layouts, strict=True)]
+    r.sent()
+    out = function(*operands)
+    real = r.sent()
+    r.check(out, expected, layout)
+    if sent is not None:
+        assert real == sent, f"sent {real}, expected {sent}"
+    out.backward(shard(c, r.mesh))
+    for operand, leaf in zip(operands, leaves, strict=True):
+        r.check(operand.grad, leaf.grad)
+    return out
+
+
 def body_on_rank(comm: Any, mesh: str | Mesh, name: str, body: Callable[..., Any], seed: int, args: tuple[Any, ...],
                  cost: Any, sub_axes: Sequence[str]) -> Any:  # fmt: skip
     connected = connect(mesh, comm, name=name, cost=cost and CostModel.from_dict(cost))

@@ -6,32 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from spmd_ranks import MESHES, P, on_mesh
+from spmd_ranks import MESHES, P, compare, on_mesh
 from torch import nn
 
 from torch_overlap import UnsupportedError
 from torch_overlap.mesh import CostModel, Layout, assume_partial, capture, from_local, shard, shard_module
 from torch_overlap.testing import torch_is_before
-
-
-def compare(r, function, values, layouts, sent=None, layout=None):
-    """Compares the function of values with these layouts, and the gradients of all operands, with the unsharded
-    ones."""
-    leaves = [x.clone().requires_grad_() for x in values]
-    expected = function(*leaves)
-    c = r.randn(*expected.shape)
-    expected.backward(c)
-    operands = [r.place(x, y).requires_grad_() for x, y in zip(values, layouts, strict=True)]
-    r.sent()
-    out = function(*operands)
-    real = r.sent()
-    r.check(out, expected, layout)
-    if sent is not None:
-        assert real == sent, f"sent {real}, expected {sent}"
-    out.backward(shard(c, r.mesh))
-    for operand, leaf in zip(operands, leaves, strict=True):
-        r.check(operand.grad, leaf.grad)
-    return out
 
 
 def test_rows_and_columns(seed):
@@ -543,29 +523,6 @@ def test_ranks_without_elements(name, seed):
     on_mesh("x=4", body, seed)
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest", "nearest-exact"])
-@pytest.mark.parametrize("layout", ["[dp],[tp],[],[]", "[],[],[dp],[tp]"])
-def test_interpolated_bytes_are_those_of_torchs_kernel(mode, layout, seed):
-    """torch's decomposition of interpolate into Python operators rounds bytes otherwise than its kernel."""
-
-    def body(r):
-        x = r.randint(256, 4, 4, 6, 10).to(torch.uint8)
-        for to in ({"size": (9, 7)}, {"scale_factor": (0.5, 1.7)}):
-            out = F.interpolate(r.place(x, layout), mode=mode, **to)
-            r.check(out, F.interpolate(x, mode=mode, **to), atol=0, rtol=0)
-
-    on_mesh("dp=2,tp=2", body, seed)
-
-
-def test_gradients_of_interpolate(seed):
-    def body(r):
-        for mode in ("bilinear", "bicubic"):
-            for layout in ("[dp],[tp],[],[]", "[],[],[dp],[tp]", "[dp],[],[],[] P{tp}"):
-                compare(r, lambda x, mode=mode: F.interpolate(x, (9, 7), mode=mode), [r.randn(4, 4, 6, 10)], [layout])
-
-    on_mesh("dp=2,tp=2", body, seed)
-
-
 def test_sparse_gradients_of_tables(seed):
     """Those of a replicated table stay on their rank; one that a collective would move is refused before it."""
 
@@ -587,32 +544,5 @@ def test_sparse_gradients_of_tables(seed):
                     r.check(function(table, r.place(index, at)), function(weight, index))
                     with pytest.raises(UnsupportedError, match=f"{name}: expected a replicated table for sparse=True"):
                         function(table.requires_grad_(), r.place(index, at))
-
-    on_mesh("dp=2,tp=2", body, seed)
-
-
-IMAGES = {
-    "max_pool2d": lambda x: F.max_pool2d(x, 2, stride=1, padding=1),
-    "max_pool2d with indices": lambda x: F.max_pool2d(x, 3, return_indices=True)[0],
-    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
-    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, (4, 1)),
-    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, 4),
-    "nearest": lambda x: F.interpolate(x, scale_factor=2),
-    "nearest-exact": lambda x: F.interpolate(x, (5, 3), mode="nearest-exact"),
-    "bilinear": lambda x: F.interpolate(x, (9, 1), mode="bilinear"),
-    "bicubic": lambda x: F.interpolate(x, (9, 7), mode="bicubic", antialias=True),
-    "reflect": lambda x: F.pad(x, (1, 2, 0, 1), mode="reflect"),
-    "replicate": lambda x: F.pad(x, (1, 2, 0, 1), mode="replicate"),
-}
-
-
-@pytest.mark.parametrize("name", IMAGES)
-def test_images_stay_where_they_are(name, seed):
-    """Pooling, interpolation and padding of batches and channels that are sharded send nothing."""
-
-    def body(r):
-        for layout in ("[dp],[tp],[],[]", "[dp,tp],[],[],[]", "[],[tp,dp],[],[]"):
-            compare(r, IMAGES[name], [r.randn(3, 6, 6, 8)], [layout], [], layout)
-        compare(r, IMAGES[name], [r.randn(3, 6, 6, 8)], ["[],[dp],[tp],[]"])
 
     on_mesh("dp=2,tp=2", body, seed)
