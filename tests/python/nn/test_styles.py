@@ -229,8 +229,12 @@ def errors(rank, size, store):
     attention = parallelize_module(Llama(), mesh, plan(True)).layers["0"].attention
     refuses(TypeError, r"^SharedGather: expected a tensor as the first argument or as 'hidden_states', got NoneType",
             lambda: attention(x=torch.ones(1, 2, DIM), angles=None))  # fmt: skip
-    refuses(ValueError, r"^SharedGather: expected its linears to get the module's first argument unchanged, got",
+    refuses(ValueError, r"^SharedGather: expected its linears to be called by their module, got a call outside",
             lambda: attention.wq(torch.ones(1, 2, DIM)))  # fmt: skip
+    doubles = attention.wq.register_forward_pre_hook(lambda _, args: (args[0] * 2,), prepend=True)
+    refuses(ValueError, r"^SharedGather: expected its linears to get the module's first argument unchanged, got",
+            lambda: attention(torch.ones(1, 2, DIM), torch.ones(4, HEAD_DIM)))  # fmt: skip
+    doubles.remove()
     with torch.no_grad():
         assert attention(torch.ones(1, 2, DIM), torch.ones(4, HEAD_DIM)).shape == (1, 2, DIM)  # and still works
     mlp = parallelize_module(Llama(), mesh, plan(True)).layers["0"].feed_forward

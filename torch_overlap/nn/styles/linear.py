@@ -139,7 +139,12 @@ class _Gather:
         return (self.input, *args[1:]) if args and args[0] is self.stand_in else args
 
     def output(self, index: int, x: Tensor) -> Tensor:
-        if self.input is None or (x is not self.stand_in and x is not self.input):
+        if self.input is None:
+            raise ValueError(
+                "SharedGather: expected its linears to be called by their module, got a call outside of its forward, "
+                "as a checkpoint of one linear makes in backward; checkpoint the whole module, or use ColumnParallel"
+            )
+        if x is not self.stand_in and x is not self.input:
             raise ValueError(
                 "SharedGather: expected its linears to get the module's first argument unchanged, got another tensor; "
                 "use ColumnParallel for those that do not"
