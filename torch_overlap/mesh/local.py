@@ -13,6 +13,7 @@ from torch_overlap.mesh._core import Layout, OpRule
 from torch_overlap.mesh.aten_call import AtenCall
 from torch_overlap.mesh.local_take import IndexedDim, local_gather, local_take
 from torch_overlap.mesh.random_ops import refuse_random
+from torch_overlap.mesh.rules_compute import OF_IMAGES
 from torch_overlap.mesh.rules_move import RESHAPES, dims_of_argument, taken_index
 
 __all__ = ["LocalFunction", "local_call"]
@@ -237,11 +238,16 @@ def _conv(parts: _Parts) -> LocalFunction | None:
 
 
 def _empty_result(parts: _Parts) -> LocalFunction | None:
-    """Handles an empty result, which some torch kernels refuse."""
-    if 0 not in parts.outputs[0]:
+    """Handles empty results, which some torch kernels refuse."""
+    if any(0 not in shape for shape in parts.outputs):
         return None
-    shape, dtype = parts.outputs[0], parts.call.outputs[0].dtype
-    return lambda tensors: _zeros_with_gradient(shape, 0, dtype, tensors)
+    results = [(shape, output.dtype) for shape, output in zip(parts.outputs, parts.call.outputs, strict=True)]
+
+    def nothing(tensors: Sequence[Tensor]) -> Any:
+        found = tuple(_zeros_with_gradient(shape, 0, dtype, tensors) for shape, dtype in results)
+        return found if len(found) > 1 else found[0]
+
+    return nothing
 
 
 _TABLE: dict[str, Callable[[_Parts], LocalFunction | None]] = {
@@ -255,5 +261,5 @@ _TABLE: dict[str, Callable[[_Parts], LocalFunction | None]] = {
     "index": _index,
     "gather": _gather,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _conv),
-    **dict.fromkeys(("scaled_dot_product_attention", "batch_norm"), _empty_result),
+    **dict.fromkeys(("scaled_dot_product_attention", "batch_norm", *OF_IMAGES), _empty_result),
 }

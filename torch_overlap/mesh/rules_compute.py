@@ -11,7 +11,7 @@ from torch_overlap.mesh._core import OpRule
 from torch_overlap.mesh.aten_call import AtenCall
 from torch_overlap.mesh.rules_move import dims_of_argument, equation, names_of
 
-__all__ = ["COMPUTE"]
+__all__ = ["COMPUTE", "OF_IMAGES"]
 
 
 def _matmul(call: AtenCall) -> OpRule:
@@ -175,7 +175,7 @@ def _whole_matrices(call: AtenCall) -> OpRule | None:
 
 
 _NDIM = re.compile("([123])d")
-_OF_IMAGES = (
+OF_IMAGES = (
     *(f"{name}{n}d" for n in (1, 2, 3) for name in (
         "max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool", "upsample_nearest",
         "_upsample_nearest_exact", "reflection_pad", "replication_pad")),
@@ -201,7 +201,7 @@ COMPUTE: dict[str, Callable[[AtenCall], OpRule | None]] = {
     "batch_norm": _batch_norm,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _conv),
     "scaled_dot_product_attention": _attention,
-    **dict.fromkeys(_OF_IMAGES, _of_images),
+    **dict.fromkeys(OF_IMAGES, _of_images),
     "einsum": _einsum,
     "cholesky": _whole_matrices,
 }  # fmt: skip

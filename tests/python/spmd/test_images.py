@@ -28,6 +28,8 @@ def test_images_stay_where_they_are(name, seed):
         for layout in ("[dp],[tp],[],[]", "[dp,tp],[],[],[]", "[],[tp,dp],[],[]"):
             compare(r, IMAGES[name], [r.randn(3, 6, 6, 8)], [layout], [], layout)
         compare(r, IMAGES[name], [r.randn(3, 6, 6, 8)], ["[],[dp],[tp],[]"])
+        for shape, layout in (((3, 3, 6, 8), "[],[dp,tp],[],[]"), ((2, 3, 6, 8), "[dp,tp],[],[],[]")):
+            compare(r, IMAGES[name], [r.randn(*shape)], [layout], [], layout)  # ranks without any image
 
     on_mesh("dp=2,tp=2", body, seed)
 
