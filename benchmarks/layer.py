@@ -7,10 +7,10 @@ A ParallelTransformerBlock with sequence parallelism in bf16, with its gradients
 ours: by algorithms of the operators, each also with changes: "p2p+kept" keeps the gathered rows for the backward pass,
 "p2p+silu" computes the gated activation by torch's kernels, "p2p+mesh" has parameters that are DTensors of a
 DeviceMesh, and with --accumulate, where gradients are added to those of the step before, "p2p+main_grad" lets the
-products add them to float32 buffers. nccl: sequential, with no kernel of
-ours in the collectives; torch fused: the same as nccl with the products of torch's async tensor parallelism, "joined"
-with one weight for all products of a gather (torch_overlap/tools/bench/async_tp.py); no communication: the latter with
-nothing sent. All but "+silu" have our kernel of the gated activation.
+products add them to float32 buffers. nccl: sequential, with no kernel of ours in the collectives; torch fused: the same
+as nccl with the products of torch's async tensor parallelism, "joined" with one weight for all products of a gather
+(torch_overlap/tools/bench/async_tp.py); no communication: the latter with nothing sent. All but "+silu" have our kernel
+of the gated activation.
 
 All of them take turns in a round, in CUDA graphs; a sample is that of the slowest rank. Rows carry the layer's floor,
 measured in the same rounds, and where the time of a replay goes (torch_overlap/tools/bench/layer_floor.py).

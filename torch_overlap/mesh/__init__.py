@@ -24,9 +24,12 @@ from torch_overlap.mesh._core import (
     Propagation,
     Step,
     Strategy,
+    collect,
+    distribute,
     greedy_reshard,
     plan_reshard,
     propagate,
+    simulate,
     wire_bytes,
 )
 from torch_overlap.mesh.auto import ShardingChoice, auto_shard
@@ -69,7 +72,6 @@ from torch_overlap.mesh.module import (
 )
 from torch_overlap.mesh.sharded import Sharded, register
 from torch_overlap.mesh.sharding_spec import DimSpec, P, ShardingSpec, to_layout
-from torch_overlap.mesh.simulation import collect, distribute, simulate
 from torch_overlap.mesh.trace import Traced, trace
 from torch_overlap.mesh.value_spec import gradient_layout
 from torch_overlap.mesh.vmap import vmap

@@ -22,10 +22,19 @@ using mesh::Step;
 
 using NumpyArray = py::array_t<double, py::array::c_style | py::array::forcecast>;
 
-Array to_array(const NumpyArray& from) {
+// Converts an array of real numbers, or what numpy makes one of.
+Array to_array(std::string_view op, std::string_view argument, const py::object& from) {
+  const auto given = py::array::ensure(from);
+  TORCH_OVERLAP_CHECK(given && given.dtype().kind() != 'c', kType, op,
+                      ": expected real numbers for ", argument, ", got ",
+                      given ? py::str(given.dtype()).cast<std::string>() : "no array",
+                      "; call it for the real and for the imaginary part of complex ones");
+  const auto numbers = NumpyArray::ensure(given);
+  TORCH_OVERLAP_CHECK(numbers, kType, op, ": expected real numbers for ", argument, ", got ",
+                      py::str(given.dtype()).cast<std::string>());
   Array out;
-  for (py::ssize_t d = 0; d < from.ndim(); ++d) out.shape.push_back(from.shape(d));
-  out.data.assign(from.data(), from.data() + from.size());
+  for (py::ssize_t d = 0; d < numbers.ndim(); ++d) out.shape.push_back(numbers.shape(d));
+  out.data.assign(numbers.data(), numbers.data() + numbers.size());
   return out;
 }
 
@@ -35,9 +44,9 @@ NumpyArray from_array(const Array& from) {
   return out;
 }
 
-Locals to_locals(const std::vector<NumpyArray>& from) {
+Locals to_locals(std::string_view op, const std::vector<py::object>& from) {
   Locals out;
-  for (const NumpyArray& one : from) out.push_back(to_array(one));
+  for (const py::object& one : from) out.push_back(to_array(op, "locals", one));
   return out;
 }
 
@@ -146,27 +155,30 @@ void register_mesh_plans(py::module_& module) {
              "which is never worse by `cost`. The arguments are those of plan_reshard.");
   module.def(
       "distribute",
-      [](const NumpyArray& array, const Layout& layout) {
-        return from_locals(mesh::distribute(to_array(array), layout));
+      [](const py::object& array, const Layout& layout) {
+        return from_locals(mesh::distribute(to_array("distribute", "array", array), layout));
       },
       py::arg("array"), py::arg("layout"),
       "Returns the local arrays of a global `array` (converted to float64) in `layout`, one per "
-      "mesh index.");
+      "mesh index. Raises InvalidTypeError if the array is complex.");
   module.def(
       "collect",
-      [](const std::vector<NumpyArray>& locals, const Layout& layout, const Shape& shape) {
-        return from_array(mesh::collect(to_locals(locals), layout, shape));
+      [](const std::vector<py::object>& locals, const Layout& layout, const Shape& shape) {
+        return from_array(mesh::collect(to_locals("collect", locals), layout, shape));
       },
       py::arg("locals"), py::arg("layout"), py::arg("shape"),
       "Returns the global array of this `shape` from the `locals` of all mesh indices in `layout`. "
-      "Raises InvalidValueError if copies are not bitwise equal, or a local shape does not fit.");
+      "Raises InvalidValueError if copies are not bitwise equal, or a local shape does not fit, "
+      "and "
+      "InvalidTypeError if an array is complex.");
   module.def(
       "simulate",
-      [](const Plan& plan, const std::vector<NumpyArray>& locals) {
-        return from_locals(mesh::simulate(plan, to_locals(locals)));
+      [](const Plan& plan, const std::vector<py::object>& locals) {
+        return from_locals(mesh::simulate(plan, to_locals("simulate", locals)));
       },
       py::arg("plan"), py::arg("locals"),
-      "Returns the local arrays after `plan`, given the `locals` of all mesh indices.");
+      "Returns the local arrays after `plan`, given the `locals` of all mesh indices. Raises "
+      "InvalidTypeError if one is complex.");
 }
 
 }  // namespace torch_overlap::python

@@ -32,9 +32,8 @@ def check_quantized(results, plain, mode, scale):
     assert torch.equal(scale_inv.float(), wanted[1].float())
     if norm.numel():
         values = ops.dequantize(data, scale_inv, mode, torch.float64)
-        largest = (
-            math.inf if scale is None else torch.finfo(data.dtype).max / scale.item()
-        )  # a given scale may be too large
+        # A scale that is given may be too large.
+        largest = math.inf if scale is None else torch.finfo(data.dtype).max / scale.item()
         expected = norm.double().clamp(-largest, largest)
         torch.testing.assert_close(values, expected, rtol=2**-4, atol=expected.abs().max().item() * 2**-9)
 
