@@ -121,10 +121,11 @@ def host_sampler(call: Callable[[], object], calls: int) -> Callable[[], float]:
 
 
 def in_graph(call: Callable[[], object], count: int = 1) -> Callable[[], object]:
-    """Captures `count` calls in a CUDA graph and returns its replay."""
+    """Captures `count` calls in a CUDA graph and returns its replay. Other threads, such as JAX's, may use the GPU
+    meanwhile."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(count):
             call()
     return graph.replay
