@@ -36,15 +36,16 @@ def normal(generator: torch.Generator, std: float = 0.02) -> Callable[[Tensor], 
 
 
 class VocabularyEmbedding(nn.Module):
-    """The embedding of tokens [S, B], as rows [S/n, B, D] of this rank. It holds V/n rows of the table."""
+    """The embedding of tokens [S, B], as rows [S/n, B, D] of this rank. It holds V/n rows of the table, whose gradient
+    is sparse: the rows of the tokens."""
 
     def __init__(self, vocabulary: int, features: int, comm: to.TorchComm, init: Callable[[Tensor], Tensor],
-                 dtype: torch.dtype) -> None:  # fmt: skip
+                 device: torch.device, dtype: torch.dtype) -> None:  # fmt: skip
         super().__init__()
         self.comm, rank = comm, comm.get_rank()
         part = vocabulary // comm.get_size()
         self.first = rank * part
-        table = torch.empty(vocabulary, features, dtype=torch.float32)
+        table = torch.empty(vocabulary, features, device=device)
         with torch.no_grad():
             init(table)
         self.weight = nn.Parameter(table[self.first : self.first + part].to(dtype))
@@ -53,7 +54,7 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         rows = tokens - self.first
         is_here = (rows >= 0) & (rows < self.weight.size(0))
-        found = F.embedding(rows.where(is_here, 0), self.weight) * is_here.unsqueeze(-1)
+        found = F.embedding(rows.where(is_here, 0), self.weight, sparse=True) * is_here.unsqueeze(-1)
         return to.ops.reduce_scatter(found, self.comm, 0)
 
 
@@ -75,30 +76,30 @@ class Llama(nn.Module):
             if getattr(shape, what) % ranks != 0:
                 raise ValueError(f"train_llama: expected {what} divisible by the {ranks} ranks, got "
                                  f"{getattr(shape, what)}. Use another preset or number of ranks.")  # fmt: skip
-        generator = torch.Generator().manual_seed(seed)  # every rank draws full weights and keeps its part
+        generator = torch.Generator(device).manual_seed(seed)  # every rank draws full weights and keeps its part
         start = normal(generator)
         self.comm, self.recompute = comm, recompute
-        self.embedding = VocabularyEmbedding(shape.vocabulary, shape.hidden, comm, start, dtype)
+        self.embedding = VocabularyEmbedding(shape.vocabulary, shape.hidden, comm, start, device, dtype)
         self.blocks = nn.ModuleList(
             to.nn.ParallelTransformerBlock(
                 shape.hidden, shape.heads, shape.ffn, comm, kv_heads=shape.kv_heads, activation="swiglu", norm="rms",
-                norm_eps=EPS, bias=False, device="cpu", dtype=dtype, algorithm=algorithm, fp8=fp8,
+                norm_eps=EPS, bias=False, device=device, dtype=dtype, algorithm=algorithm, fp8=fp8,
                 gradient_accumulation_fusion=True, init=start,
                 output_init=normal(generator, 0.02 / math.sqrt(2 * shape.layers)),
             )
             for _ in range(shape.layers)
         )  # fmt: skip
-        self.norm = nn.RMSNorm(shape.hidden, eps=EPS, dtype=dtype)
-        self.head = to.nn.ColumnParallelLinear(shape.hidden, shape.vocabulary, comm, bias=False, device="cpu",
+        self.norm = nn.RMSNorm(shape.hidden, eps=EPS, device=device, dtype=dtype)
+        self.head = to.nn.ColumnParallelLinear(shape.hidden, shape.vocabulary, comm, bias=False, device=device,
                                                dtype=dtype, algorithm=algorithm, init=start,
                                                gradient_accumulation_fusion=True)  # fmt: skip
         to.nn.mark_replicated(self.norm, comm)
         to.nn.defer_replicated_grads(self)  # the trainer sums them, once a step
-        self.register_buffer("angles", rotation_angles(shape).to(dtype))
-        self.to(device)
+        self.register_buffer("angles", rotation_angles(shape).to(device, dtype))
+        self.rotate = torch.compile(rotate) if device.type == "cuda" else rotate  # one kernel
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rotate_by_position = partial(rotate, angles=self.angles)
+        rotate_by_position = partial(self.rotate, angles=self.angles)
         x = self.embedding(tokens)
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():

@@ -43,7 +43,8 @@ class MainGradients:
     def reduce_and_clip(self, comm: to.TorchComm, max_norm: float) -> None:
         """Scales the gradients so that their norm over all ranks is at most `max_norm`. Only tensor operations."""
         to.ops.all_reduce_(self.replicated, comm)
-        norm2 = to.ops.all_reduce(self.split.square().sum(), comm) + self.replicated.square().sum()
+        squares = [torch.linalg.vector_norm(part).square() for part in (self.split, self.replicated)]
+        norm2 = to.ops.all_reduce(squares[0], comm) + squares[1]
         self.flat.mul_((max_norm / (norm2.sqrt() + 1e-6)).clamp(max=1.0))
 
 

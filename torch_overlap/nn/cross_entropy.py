@@ -27,9 +27,10 @@ def vocabulary_parallel_cross_entropy(
 ) -> Tensor:
     """Computes torch.nn.functional.cross_entropy without gathering the logits.
 
-    Sends three numbers per row, and one more with label smoothing: the maxima, then the sums. The gradient of the loss
-    must be the same on every rank, as when all ranks backpropagate from it. The algorithm is that of Shoeybi et al.,
-    "Megatron-LM", 2019, section 3.
+    Sends three numbers per row, and one more with label smoothing: the maxima, then the sums. On GPUs a kernel reads
+    the logits once for these, and another reads them once for their gradient: no other tensor of their size is made.
+    The gradient of the loss must be the same on every rank, as when all ranks backpropagate from it. The algorithm is
+    that of Shoeybi et al., "Megatron-LM", 2019, section 3.
 
         head = to.nn.ColumnParallelLinear(4096, 128256, comm, bias=False)
         loss = to.nn.vocabulary_parallel_cross_entropy(head(x), targets, comm)
@@ -85,38 +86,33 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, own: Tensor, counted: Tensor, comm: str, size: int,
                 smoothing: float) -> Tensor:  # fmt: skip
-        x = logits if logits.dtype == torch.float64 else logits.float()
         # An exported program has these operators, and their gradients in place of backward.
-        largest = _ops.all_reduce(x.amax(-1).detach(), "max", comm, size)
-        x = x - largest.unsqueeze(-1)
-        is_own = (own >= 0) & (own < x.size(-1))
-        target = x.gather(-1, own.where(is_own, 0).unsqueeze(-1)).squeeze(-1)
-        terms = [x.exp().sum(-1), target.where(is_own, 0)]
-        terms += [x.sum(-1)] if smoothing else []
-        sums = _ops.all_reduce(torch.stack(terms), "sum", comm, size, "I")
+        terms = _ops._cross_entropy_terms(logits, own, bool(smoothing))
+        largest = _ops.all_reduce(terms[0].detach(), "max", comm, size)
+        below = terms[0] - largest
+        is_own = (own >= 0) & (own < logits.size(-1))
+        parts = [terms[1] * below.exp(), (terms[2] - largest).where(is_own, 0)]
+        parts += [terms[3] + logits.size(-1) * below] if smoothing else []
+        sums = _ops.all_reduce(torch.stack(parts), "sum", comm, size, "I")
         log_sum = sums[0].log()
         loss = log_sum - sums[1]
         if smoothing:
-            loss = (1 - smoothing) * loss + smoothing * (log_sum - sums[2] / (x.size(-1) * size))
-        ctx.save_for_backward(logits, own, counted, is_own, largest, log_sum)
+            loss = (1 - smoothing) * loss + smoothing * (log_sum - sums[2] / (logits.size(-1) * size))
+        ctx.save_for_backward(logits, own, counted, largest, log_sum)
         ctx.comm, ctx.size, ctx.smoothing = comm, size, smoothing
         result: Tensor = loss.where(counted, 0)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        logits, own, counted, is_own, largest, log_sum = ctx.saved_tensors
-        # The difference to the largest logit is exact; that to their sum would not be.
-        x = logits.to(log_sum.dtype) - largest.unsqueeze(-1)
-        at, shift = own.where(is_own, 0).unsqueeze(-1), ctx.smoothing / (x.size(-1) * ctx.size)
-        taken = (is_own.to(x.dtype) * (ctx.smoothing - 1)).unsqueeze(-1)
+        logits, own, counted, largest, log_sum = ctx.saved_tensors
+        shift = ctx.smoothing / (logits.size(-1) * ctx.size)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             # Each rank's logits change the sum, and use its gradient and the loss's.
             grad = _ops._invariant_to_replicated(grad, ctx.comm, ctx.size)
+            x = logits.to(log_sum.dtype) - largest.unsqueeze(-1)
             log_sum = _ops.all_reduce(x.exp().sum(-1), "sum", ctx.comm, ctx.size).log()
-            out = ((x - log_sum.unsqueeze(-1)).exp() - shift).scatter_add(-1, at, taken)
-            out = out * grad.where(counted, 0).unsqueeze(-1)
-        else:
-            out = x.sub_(log_sum.unsqueeze(-1)).exp_().sub_(shift).scatter_add_(-1, at, taken)
-            out = out.mul_(grad.where(counted, 0).unsqueeze(-1))
-        return out.to(logits.dtype), None, None, None, None, None
+        out = _ops._cross_entropy_gradient(
+            logits, own, largest, log_sum, grad.where(counted, 0), ctx.smoothing - 1, shift
+        )
+        return out, None, None, None, None, None

@@ -54,6 +54,34 @@ def test_extreme_logits_and_rows_without_loss():
     run_ranks(rank, 2, backend="local")
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_infinities_and_nan(seed, smoothing, dtype):
+    """A part of -inf on one rank, rows of it, infinities and NaN: losses and gradients as torch's."""
+    inf = torch.inf
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    whole[0, :3] = whole[1, 3:] = -inf
+    whole[2] = -inf
+    whole[3, 4], whole[4, 1], whole[5, 5] = inf, torch.nan, -inf
+    whole[6] = inf
+    whole = whole.to(dtype).double().requires_grad_()
+    targets = torch.tensor([5, 0, 1, 2, 3, 5, 0, -100])
+    want = F.cross_entropy(whole, targets, reduction="none", label_smoothing=smoothing)
+    want.sum().backward()
+    tolerance = 16 * torch.finfo(dtype).eps
+
+    def rank(comm):
+        mine = whole.detach().to(dtype).chunk(2, -1)[comm.get_rank()].clone().requires_grad_()
+        got = vocabulary_parallel_cross_entropy(mine, targets, comm, reduction="none", label_smoothing=smoothing)
+        got.sum().backward()
+        torch.testing.assert_close(got.double().detach(), want.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        wanted = whole.grad.chunk(2, -1)[comm.get_rank()]
+        torch.testing.assert_close(mine.grad.double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+    run_ranks(rank, 2, backend="local")
+
+
 def test_mistakes_are_errors():
     def rank(comm):
         x, t = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)

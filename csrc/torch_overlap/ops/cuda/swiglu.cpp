@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "torch_overlap/ops/cuda/dense_rows.h"
 #include "torch_overlap/ops/cuda/swiglu.h"
 #include "torch_overlap/ops/register.h"
 
@@ -13,45 +14,28 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// Returns x as a matrix with dense rows: x itself if its dimensions before the last are regular.
-Tensor dense_rows(const Tensor& x, int64_t features) {
-  auto matrix = x.reshape({-1, features});
-  return matrix.stride(-1) == 1 ? matrix : matrix.contiguous();
-}
-
-std::optional<cuda::SwigluType> swiglu_type(at::ScalarType dtype) {
-  if (dtype == at::kFloat) return cuda::SwigluType::kFloat;
-  if (dtype == at::kHalf) return cuda::SwigluType::kHalf;
-  if (dtype == at::kBFloat16) return cuda::SwigluType::kBFloat16;
-  return std::nullopt;
-}
-
-cuda::SwigluRows rows_of(const Tensor& matrix) {
-  return {matrix.const_data_ptr(), matrix.stride(0)};
-}
-
 // Writes to `out` the result, or with `grad` the gradients.
-void run_swiglu(cuda::SwigluType type, const GateAndUp& parts, const Tensor& grad, Tensor& out) {
+void run_swiglu(cuda::RowType type, const GateAndUp& parts, const Tensor& grad, Tensor& out) {
   if (out.numel() == 0) return;
   const c10::cuda::CUDAGuard guard(out.device());
   const int64_t features = parts.gate.size(-1);
-  const auto gate = dense_rows(parts.gate, features);
-  const auto up = dense_rows(parts.up, features);
+  const auto gate = cuda::dense_rows(parts.gate, features);
+  const auto up = cuda::dense_rows(parts.up, features);
   cuda::SwigluParams p{.type = type,
                        .rows = gate.size(0),
                        .features = features,
-                       .gate = rows_of(gate),
-                       .up = rows_of(up),
+                       .gate = cuda::rows_of(gate),
+                       .up = cuda::rows_of(up),
                        .grad = {},
                        .out = out.data_ptr()};
-  const auto grad_rows = grad.defined() ? dense_rows(grad, features) : grad;
-  if (grad.defined()) p.grad = rows_of(grad_rows);
+  const auto grad_rows = grad.defined() ? cuda::dense_rows(grad, features) : grad;
+  if (grad.defined()) p.grad = cuda::rows_of(grad_rows);
   C10_CUDA_CHECK(cuda::launch_swiglu(p, c10::cuda::getCurrentCUDAStream()));
 }
 
 Tensor swiglu_cuda(const Tensor& gate, const OptionalTensor& up) {
   const auto parts = gate_and_up("swiglu", gate, up);
-  const auto type = swiglu_type(gate.scalar_type());
+  const auto type = cuda::row_type(gate.scalar_type());
   if (!type) return composed_swiglu(gate, up);
   auto out = at::empty(parts.gate.sizes(), gate.options());
   run_swiglu(*type, parts, Tensor(), out);
@@ -60,7 +44,7 @@ Tensor swiglu_cuda(const Tensor& gate, const OptionalTensor& up) {
 
 Tensor swiglu_backward_cuda(const Tensor& grad, const Tensor& gate, const OptionalTensor& up) {
   const auto parts = gate_and_up("swiglu", gate, up);
-  const auto type = swiglu_type(gate.scalar_type());
+  const auto type = cuda::row_type(gate.scalar_type());
   if (!type) return composed_swiglu_backward(grad, gate, up);
   TORCH_OVERLAP_CHECK(grad.sizes() == parts.gate.sizes(), kValue,
                       "_swiglu_backward: expected grad of shape ", parts.gate.sizes(), ", got ",

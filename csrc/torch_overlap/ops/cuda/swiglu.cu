@@ -1,10 +1,7 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
-#include <type_traits>
 
 #include "torch_overlap/ops/cuda/swiglu.h"
+#include "torch_overlap/overlap/cuda/values.cuh"
 
 // Each thread computes one vector of a row: kVector elements where all rows begin at multiples of
 // its size, else one element.
@@ -12,27 +9,7 @@ namespace torch_overlap::cuda {
 namespace {
 
 constexpr unsigned int kThreads = 256;
-constexpr int64_t kVectorBytes = 16;
 constexpr int64_t kMaxVectors = int64_t{1} << 30;  // of a launch: positions have 32 bits
-
-template <typename T, int kElements>
-struct alignas(sizeof(T) * kElements) Vector {
-  T elements[kElements];
-};
-
-__device__ __forceinline__ float widened(float x) { return x; }
-__device__ __forceinline__ float widened(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widened(__nv_bfloat16 x) { return __bfloat162float(x); }
-template <typename T>
-__device__ __forceinline__ T rounded(float x) {
-  if constexpr (sizeof(T) == 4) {
-    return x;
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(x);
-  } else {
-    return __float2bfloat16_rn(x);
-  }
-}
 
 // 1 / (1 + exp(-x)). The quick functions err by far less than a rounding to 16 bits.
 template <typename T>
@@ -45,17 +22,17 @@ __device__ __forceinline__ float sigmoid(float x) {
 }
 
 template <typename T, int kElements>
-__device__ __forceinline__ Vector<T, kElements> load(const SwigluRows& rows, int64_t row,
-                                                     unsigned int vector) {
+__device__ __forceinline__ Pack<T, kElements> load(const Rows& rows, int64_t row,
+                                                   unsigned int vector) {
   const T* const begin = static_cast<const T*>(rows.data) + row * rows.stride;
-  return reinterpret_cast<const Vector<T, kElements>*>(begin)[vector];
+  return reinterpret_cast<const Pack<T, kElements>*>(begin)[vector];
 }
 
 template <typename T, int kElements, bool kBackward>
 __global__ void __launch_bounds__(kThreads)
     swiglu_kernel(const __grid_constant__ SwigluParams p, unsigned int vectors_per_row,
                   unsigned int count) {
-  using Elements = Vector<T, kElements>;
+  using Elements = Pack<T, kElements>;
   const unsigned int position = blockIdx.x * kThreads + threadIdx.x;
   if (position >= count) return;
   const unsigned int row = position / vectors_per_row;
@@ -70,30 +47,25 @@ __global__ void __launch_bounds__(kThreads)
     Elements second;
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      const float x = widened(gate.elements[i]);
-      const float dy = widened(grad.elements[i]);
+      const float x = widen(gate.values[i]);
+      const float dy = widen(grad.values[i]);
       const float s = sigmoid<T>(x);
       const float silu = x * s;
-      first.elements[i] = rounded<T>(dy * widened(up.elements[i]) * fmaf(silu, 1.0F - s, s));
-      second.elements[i] = rounded<T>(dy * silu);
+      first.values[i] = narrow<T>(dy * widen(up.values[i]) * fmaf(silu, 1.0F - s, s));
+      second.values[i] = narrow<T>(dy * silu);
     }
     out[vectors_per_row] = second;
   } else {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      const float x = widened(gate.elements[i]);
-      first.elements[i] = rounded<T>(x * sigmoid<T>(x) * widened(up.elements[i]));
+      const float x = widen(gate.values[i]);
+      first.values[i] = narrow<T>(x * sigmoid<T>(x) * widen(up.values[i]));
     }
   }
   *out = first;
 }
 
-bool is_aligned(const SwigluRows& rows, int64_t element_bytes) {
-  return reinterpret_cast<uintptr_t>(rows.data) % kVectorBytes == 0 &&
-         rows.stride * element_bytes % kVectorBytes == 0;
-}
-
-void advance(SwigluRows& matrix, int64_t rows, int64_t element_bytes) {
+void advance(Rows& matrix, int64_t rows, int64_t element_bytes) {
   if (matrix.data == nullptr) return;
   matrix.data = static_cast<const char*>(matrix.data) + rows * matrix.stride * element_bytes;
 }
@@ -109,7 +81,7 @@ cudaError_t launch(SwigluParams p, cudaStream_t stream) {
         <<<(count + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
             p, static_cast<unsigned int>(vectors_per_row), count);
     if (const auto status = cudaGetLastError(); status != cudaSuccess) return status;
-    for (SwigluRows* matrix : {&p.gate, &p.up, &p.grad}) advance(*matrix, rows, sizeof(T));
+    for (Rows* matrix : {&p.gate, &p.up, &p.grad}) advance(*matrix, rows, sizeof(T));
     p.out = static_cast<T*>(p.out) + rows * p.features * (kBackward ? 2 : 1);
     p.rows -= rows;
   }
@@ -119,10 +91,10 @@ cudaError_t launch(SwigluParams p, cudaStream_t stream) {
 template <typename T>
 cudaError_t launch_of(const SwigluParams& p, cudaStream_t stream) {
   constexpr int kElements = kVectorBytes / sizeof(T);
-  const SwigluRows out{p.out, p.features};
+  const Rows out{p.out, p.features};
   bool aligned = p.features % kElements == 0;
-  for (const SwigluRows& rows : {p.gate, p.up, p.grad, out}) {
-    aligned = aligned && is_aligned(rows, sizeof(T));
+  for (const Rows& rows : {p.gate, p.up, p.grad, out}) {
+    aligned = aligned && rows.is_aligned(sizeof(T));
   }
   if (p.grad.data == nullptr) {
     return aligned ? launch<T, kElements, false>(p, stream) : launch<T, 1, false>(p, stream);
@@ -133,8 +105,8 @@ cudaError_t launch_of(const SwigluParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_swiglu(const SwigluParams& p, cudaStream_t stream) {
-  if (p.type == SwigluType::kFloat) return launch_of<float>(p, stream);
-  if (p.type == SwigluType::kHalf) return launch_of<__half>(p, stream);
+  if (p.type == RowType::kFloat) return launch_of<float>(p, stream);
+  if (p.type == RowType::kHalf) return launch_of<__half>(p, stream);
   return launch_of<__nv_bfloat16>(p, stream);
 }
 
