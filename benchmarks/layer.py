@@ -5,12 +5,12 @@
 A ParallelTransformerBlock with sequence parallelism in bf16, with its gradients of norms summed at the end.
 
 ours: by algorithms of the operators, each also with changes: "p2p+kept" keeps the gathered rows for the backward pass,
-"p2p+silu" computes the gated activation by torch's kernels, "p2p+mesh" has parameters that are DTensors of a
-DeviceMesh, and with --accumulate, where gradients are added to those of the step before, "p2p+main_grad" lets the
-products add them to float32 buffers. nccl: sequential, with no kernel of ours in the collectives; torch fused: the same
-as nccl with the products of torch's async tensor parallelism, "joined" with one weight for all products of a gather
-(torch_overlap/tools/bench/async_tp.py); no communication: the latter with nothing sent. All but "+silu" have our kernel
-of the gated activation.
+"p2p+silu" and "p2p+norms" compute the gated activation, or norms and residuals, by torch's kernels, "p2p+mesh" has
+parameters that are DTensors of a DeviceMesh, and with --accumulate, where gradients are added to those of the step
+before, "p2p+main_grad" lets the products add them to float32 buffers. nccl: sequential, with no kernel of ours in the
+collectives; torch fused: the same as nccl with the products of torch's async tensor parallelism, "joined" with one
+weight for all products of a gather (torch_overlap/tools/bench/async_tp.py); no communication: the latter with nothing
+sent. All but "+silu" and "+norms" have our kernels of these.
 
 All of them take turns in a round, in CUDA graphs; a sample is that of the slowest rank. Rows carry the layer's floor,
 measured in the same rounds, and where the time of a replay goes (torch_overlap/tools/bench/layer_floor.py).
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import torch_overlap as to
@@ -70,18 +70,25 @@ class Layer:
     def __init__(self, model: Transformer, comm: to.TorchComm, variant: str, batch: int, dtype: torch.dtype,
                  accumulates: bool = False) -> None:  # fmt: skip
         algorithm, *changes = variant.split("+")
-        if unknown := set(changes) - {"kept", "silu", "mesh", "main_grad"}:
-            raise ValueError(f"layer: expected changes among kept, silu, mesh and main_grad, got {sorted(unknown)}")
+        if unknown := set(changes) - {"kept", "silu", "norms", "mesh", "main_grad"}:
+            raise ValueError(
+                f"layer: expected changes among kept, silu, norms, mesh and main_grad, got {sorted(unknown)}"
+            )
         device, size = comm.get_device(), comm.get_size()
         torch.manual_seed(1 + comm.get_rank())
         over = to.device_mesh.init_device_mesh([comm], ["tp"]) if "mesh" in changes else comm
         self.block = to.nn.ParallelTransformerBlock(
             model.hidden, model.heads, model.ffn, over, kv_heads=model.kv_heads,
-            activation="swiglu" if model.gated else "gelu", norm="rms", bias=False, dtype=dtype, algorithm=algorithm,
-            keep_gathered="kept" in changes, gradient_accumulation_fusion="main_grad" in changes,
+            activation="swiglu" if model.gated else "gelu", norm="rms", norm_eps=1e-5, bias=False, dtype=dtype,
+            algorithm=algorithm, keep_gathered="kept" in changes,
+            gradient_accumulation_fusion="main_grad" in changes,
         )  # fmt: skip
         if "silu" in changes and model.gated:
             self.block.mlp._gated = partial(_silu_apart, self.block.mlp)
+        for name in ("attention_norm", "mlp_norm") if "norms" in changes else ():
+            norm = nn.RMSNorm(model.hidden, eps=1e-5, device=device, dtype=dtype)
+            to.nn.mark_replicated(norm, comm)
+            setattr(self.block, name, norm)
         self.accumulates, self.buffers = accumulates, []
         if "main_grad" in changes:
             for parameter in (p for p in self.block.parameters() if p.dim() == 2):

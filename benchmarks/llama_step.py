@@ -5,9 +5,9 @@
 The model of a preset with a few layers, embedding and head included: forward, backward, gradients of micro-batches,
 clipping, AdamW on float32 weights; in bfloat16, with sequence parallelism.
 
-ours: by algorithms of the operators, in one CUDA graph; "+eager" is the same trainer without. nccl: sequential, with no kernel of
-ours in the collectives. torch compiled, torch async TP: DTensor, every layer compiled (benchmarks/torch_llama.py), the
-latter with products fused with collectives; not captured.
+ours: by algorithms of the operators, in one CUDA graph; "+eager" is the same trainer without. nccl: sequential, with no
+kernel of ours in the collectives. torch compiled, torch async TP: DTensor, every layer compiled
+(benchmarks/torch_llama.py), the latter with products fused with collectives; not captured.
 
 All take turns in a round; a sample is that of the slowest rank. The loss of the first step is compared with nccl's.
 Rows have the share of the peak of bfloat16 products (causal attention counted half, nothing recomputed), the memory

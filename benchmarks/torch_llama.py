@@ -150,12 +150,12 @@ class TorchTrainer(LlamaTrainer):
                 raise RuntimeError(NO_CUDA)
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-            torch._inductor.config._micro_pipeline_tp = True
             enable_symm_mem_for_group(self.mesh.get_group().group_name)
         self.criterion = cross_entropy
         if self.device.type == "cuda":
+            options = {"_micro_pipeline_tp": self.async_tp}
             for block in self.model.blocks:
-                block.compile(fullgraph=True)
+                block.compile(fullgraph=True, options=options)
             self.criterion = torch.compile(cross_entropy)
         self.parameters = list(self.model.parameters())
         self.weights = [nn.Parameter(p.detach().to_local().float()) for p in self.parameters]

@@ -54,7 +54,8 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         rows = tokens - self.first
         is_here = (rows >= 0) & (rows < self.weight.size(0))
-        found = F.embedding(rows.where(is_here, 0), self.weight, sparse=True) * is_here.unsqueeze(-1)
+        found = F.embedding(rows.where(is_here, 0), self.weight, sparse=True)
+        found = found * is_here.to(found.dtype).unsqueeze(-1)
         return to.ops.reduce_scatter(found, self.comm, 0)
 
 

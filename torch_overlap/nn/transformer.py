@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from torch_overlap._C import TorchComm
 from torch_overlap.nn._initialize import Init
+from torch_overlap.nn._norm import RMSNorm
 from torch_overlap.nn._parallel_linear import LayerOptions, per_rank
 from torch_overlap.nn.layout import mark_replicated, ranks_of
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -24,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "swiglu": F.silu,  # applied to the gate, which multiplies
 }
-NORMS: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+NORMS: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": RMSNorm}
 
 
 def _one_of(who: str, what: str, table: dict[str, Any], value: str) -> Any:
@@ -176,7 +177,8 @@ class ParallelTransformerBlock(nn.Module):
         features, heads, hidden: of the whole block.
         kv_heads, head_dim, causal: as for ParallelSelfAttention.
         activation: as for ParallelMLP.
-        norm: "layer" or "rms".
+        norm: "layer" or "rms". With "rms" and a norm_eps, one kernel on a GPU adds the residual too: see
+            ops.add_rms_norm.
         norm_eps: default: that of nn.LayerNorm, nn.RMSNorm.
         bias: of the linear layers, and of a layer norm.
         others: as for ParallelMLP.
@@ -226,5 +228,10 @@ class ParallelTransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Returns the output, valid on the current stream. `rotate`: as for ParallelSelfAttention."""
-        x = x + self.attention(self.attention_norm(x), rotate)
-        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+        y = self.attention(self.attention_norm(x), rotate)
+        if isinstance(self.mlp_norm, RMSNorm):
+            y, x = self.mlp_norm(y, x)
+        else:
+            x = x + y
+            y = self.mlp_norm(x)
+        return x + self.mlp(y)  # type: ignore[no-any-return]

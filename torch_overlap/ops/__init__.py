@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         wait_tensor,
     )
     from torch_overlap.ops.norms import (
+        add_rms_norm,
         all_reduce_rms_norm,
         all_reduce_rms_norm_quantize,
         matmul_all_reduce_rms_norm,
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from torch_overlap.ops.windows import put, signal, wait_signal
 
 __all__ = [
+    "add_rms_norm",
     "all_gather",
     "all_gather_async",
     "all_gather_matmul",

@@ -1,9 +1,9 @@
-"""all_reduce followed by a residual and an RMSNorm, and by the quantization of its result: the end of a layer when
-decoding.
+"""A residual and an RMSNorm: after an all_reduce, also quantized, the end of a layer when decoding; alone and with
+gradients, as layers have it in training.
 
-Over NCCL on sm_90 with few tokens (at most 2 MiB of rows on two ranks, 512 KiB on up to four, 256 KiB on more) one
-kernel does it all. Otherwise a kernel for the norm and the quantization, or operators of torch, follow the sum. All
-ranks get the same bits if all have the same residual.
+After an all_reduce over NCCL on sm_90 with few tokens (at most 2 MiB of rows on two ranks, 512 KiB on up to four,
+256 KiB on more) one kernel does it all. Otherwise a kernel for the norm and the quantization, or operators of torch,
+follow the sum. All ranks get the same bits if all have the same residual.
 """
 
 from __future__ import annotations
@@ -15,6 +15,32 @@ from torch_overlap._C import ScalingMode, TorchComm
 from torch_overlap.ops._arguments import group
 
 _ops = torch.ops.torch_overlap
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Computes h = x + residual and rms_norm(h) * weight (Zhang and Sennrich, "Root Mean Square Layer Normalization",
+    2019), without communication.
+
+        y, x = ops.add_rms_norm(attention(y), x, norm.weight, eps=1e-5)
+
+    On a GPU one kernel computes both, and another the gradients of h, to which it adds that of h by other ways, and of
+    the weight, whose sums do not depend on how blocks are scheduled. Rows of float32, float16 and bfloat16 whose size
+    is a multiple of 16 bytes, up to 16384 elements; others by torch's operators.
+
+    Args:
+        x: [..., n] of float32, float16, bfloat16 or float64.
+        residual: of the shape, dtype and device of x.
+        weight: [n], of the dtype and device of x.
+        eps: added to the mean of squares.
+
+    Returns: (rms_norm(h) * weight, h), both [..., n] of the dtype of x, valid on the current stream. The norm is that
+    of the returned h.
+
+    Raises:
+        InvalidTypeError: another dtype; operands that differ in dtype or device.
+        InvalidValueError: shapes that differ; a negative eps.
+    """
+    return _ops.add_rms_norm(x, residual, weight, eps)
 
 
 def matmul_all_reduce_rms_norm(
