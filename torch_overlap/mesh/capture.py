@@ -13,7 +13,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torch_overlap._C import UnsupportedError
+from torch_overlap._C import InvalidValueError, UnsupportedError
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.aten_call import AtenCall, Operand
 from torch_overlap.mesh.expand import EXPANSIONS
@@ -295,6 +295,8 @@ class _Recorder(SchemaCheckMode):
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         with torch._C._DisablePythonDispatcher():
+            if func._schema.name in _NEAREST and args[0].numel() == 0:
+                return _without_images(func, *args, **kwargs)
             result = func(*args, **kwargs)
             return _with_reduced_shape(result, *args, **kwargs) if func is _vector_norm else result
     except NotImplementedError as error:  # no kernel, or a copy of the data
@@ -309,6 +311,16 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 _WITH_GRADIENT = {torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default}
 _split_at_elements = torch.ops.aten.tensor_split.tensor_indices_or_sections
 _vector_norm = torch.ops.aten.linalg_vector_norm.default
+_NEAREST = frozenset(f"aten::{name}{n}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3))
+
+
+def _without_images(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Returns the result for a batch of 0 images, from that for one: torch's shape function fails for 0."""
+    if 0 in x.shape[1:]:
+        raise InvalidValueError("interpolate: expected x [batch, channels, pixels...] with channels and pixels, "
+                                f"got shape {list(x.shape)}. Leave images without channels out.")  # fmt: skip
+    result: Tensor = func(x.new_empty((1, *x.shape[1:])), *args, **kwargs)
+    return result.new_empty((0, *result.shape[1:]))
 
 
 def _with_reduced_shape(

@@ -34,6 +34,30 @@ def test_images_stay_where_they_are(name, seed):
     on_mesh("dp=2,tp=2", body, seed)
 
 
+VOLUMES = {f"{mode} {n}d": (mode, n) for mode in ("nearest", "nearest-exact") for n in (1, 3)}
+
+
+@pytest.mark.parametrize("name", [*IMAGES, *VOLUMES])
+def test_a_batch_without_images(name, seed):
+    """The result has no images either, and the gradient too, where torch computes both."""
+
+    def body(r):
+        mode, n = VOLUMES.get(name, ("", 2))
+        function = IMAGES.get(name, lambda x: F.interpolate(x, scale_factor=2, mode=mode))
+        layout = "[dp],[tp]" + ",[]" * n
+        compare(r, function, [r.randn(0, 4, *(6,) * n)], [layout], [], layout)
+
+    on_mesh("dp=2,tp=2", body, seed)
+
+
+def test_images_without_channels_are_refused(seed):
+    def body(r):
+        with pytest.raises(RuntimeError, match=r"expected x \[batch, channels, pixels...\] with channels"):
+            F.interpolate(r.place(r.randn(2, 0, 4, 4), "[dp],[tp],[],[]"), scale_factor=2)
+
+    on_mesh("dp=2,tp=2", body, seed)
+
+
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest", "nearest-exact"])
 @pytest.mark.parametrize("layout", ["[dp],[tp],[],[]", "[],[],[dp],[tp]"])
 def test_interpolated_bytes_are_those_of_torchs_kernel(mode, layout, seed):
