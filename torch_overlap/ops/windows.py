@@ -1,8 +1,12 @@
 """One-sided operations on a window (`TorchComm.new_window`), as operators that a compiler can see.
 
 `x` is the window's own tensor, `window.get_tensor()`, and stands for the window: all three operators are declared to
-mutate it, so they are kept, in order with each other and with other uses of `x`. Pass it to a compiled function as an
-argument. Inductor works in the window's memory; a backend that works on copies (aot_eager) raises. No gradients.
+mutate it, so they are kept, in order with each other and with other uses of `x`. No gradients.
+
+Pass `x` to a compiled function as an argument. Inductor works in the window's memory, unless another operation in the
+function changes `x`, or one result needs values of `x` from before and after one of the three: then it works on a copy,
+which raises. Put to the own rank instead of changing `x`, and compute with earlier values in a function of its own. A
+backend that always works on copies (aot_eager) raises.
 """
 
 from __future__ import annotations

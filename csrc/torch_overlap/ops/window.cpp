@@ -26,11 +26,14 @@ std::shared_ptr<TorchCommWindow> find_window(std::string_view op, const Tensor& 
                                              std::string_view name) {
   auto window = get_window(std::string(name));
   const Tensor own = window->tensor();
-  TORCH_OVERLAP_CHECK(x.is_alias_of(own) && x.const_data_ptr() == own.const_data_ptr() &&
-                          x.sizes() == own.sizes() && x.scalar_type() == own.scalar_type(),
-                      kValue, op, ": expected x to be the tensor of window '", name,
-                      "', got another, or a copy; pass window.get_tensor(), and to a compiled "
-                      "function as an argument (aot_eager copies what is changed: use inductor)");
+  TORCH_OVERLAP_CHECK(
+      x.is_alias_of(own) && x.const_data_ptr() == own.const_data_ptr() &&
+          x.sizes() == own.sizes() && x.scalar_type() == own.scalar_type(),
+      kValue, op, ": expected x to be the tensor of window '", name,
+      "', got another, or a copy. Pass window.get_tensor(), to a compiled function "
+      "as an argument. Compilers copy x if another operation in the function changes "
+      "it (put to the own rank instead), or if a result needs values of x from "
+      "before and after; aot_eager always does (use inductor).");
   return window;
 }
 

@@ -47,6 +47,44 @@ def test_compiled(seed: int) -> None:
     run_ranks(run_exchange, 2, seed, "inductor", backend="gloo", timeout=540)
 
 
+def run_changes(comm: TorchComm) -> None:
+    """Compiles functions that change the window's tensor before a put, or read it before and after."""
+    rank = comm.get_rank()
+    buffer = to.symmetric_empty(COUNT, torch.float32, comm)
+    window = comm.new_window(buffer)
+    buffer.fill_(3)
+    x = torch.arange(COUNT, dtype=torch.float32)
+
+    def fill(buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        buffer.fill_(0)
+        ops.put(buffer, x, window, rank)
+        return buffer + 1
+
+    def before_and_after(buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        before = buffer * 2
+        ops.put(buffer, x, window, rank)
+        return before + buffer
+
+    def put_to_itself(buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ops.put(buffer, torch.zeros_like(buffer), window, rank)
+        ops.put(buffer, x[:4] + buffer[:4], window, rank)
+        return buffer + 1
+
+    for function in (fill, before_and_after):
+        torch._dynamo.reset()
+        with pytest.raises(to.InvalidValueError, match=r"put: expected x to be the tensor of window .* or a copy"):
+            torch.compile(function, fullgraph=True)(buffer, x)
+    torch._dynamo.reset()
+    out = torch.compile(put_to_itself, fullgraph=True)(buffer, x)
+    assert torch.equal(out, torch.cat([x[:4] + 1, torch.ones(COUNT - 4)]))
+    window.tensor_deregister()
+
+
+@pytest.mark.inductor
+def test_a_compiled_function_changes_the_window_by_put_alone() -> None:
+    run_ranks(run_changes, 2, backend="gloo", timeout=540)
+
+
 def run_copying_compiler(comm: TorchComm) -> None:
     torch._dynamo.reset()
     buffer = to.symmetric_empty(COUNT, torch.float32, comm)
