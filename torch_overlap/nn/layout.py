@@ -21,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from torch_overlap import ops
 from torch_overlap._C import StateError, TorchComm
 from torch_overlap._c10d import comm_from_group
+from torch_overlap.nn._computed import expect_no_hooks, expect_parameters, wrong_layout
 from torch_overlap.ops._arguments import group
 
 _ATTRIBUTE = "_parameter_layout"
@@ -164,11 +165,8 @@ def local_parameter(module: nn.Module, name: str) -> Tensor | None:
         if isinstance(parameter, DTensor) and parameter.device_mesh != layout.mesh:
             raise StateError(f"{type(module).__name__}: expected '{name}' as a DTensor of {layout.mesh}, got one of "
                              f"{parameter.device_mesh}. Call the module that was given to fully_shard.")  # fmt: skip
-        placements = (layout.placement(name),)
-        if not isinstance(parameter, DTensor) or parameter.placements != placements:
-            got = f"one of {parameter.placements}" if isinstance(parameter, DTensor) else "a plain tensor"
-            raise StateError(f"{type(module).__name__}: expected '{name}' as a DTensor of {placements}, got {got}. "
-                             "Load whole tensors by load_full_state_dict, without assign=True.")  # fmt: skip
+        if not isinstance(parameter, DTensor) or parameter.placements != (layout.placement(name),):
+            raise wrong_layout(module, name, parameter, layout.placement(name))
         part = parameter.to_local()
     if name not in layout.split and part.requires_grad and torch.is_grad_enabled():
         if name not in layout.partial:
@@ -216,6 +214,13 @@ def layouts(module: nn.Module) -> Iterator[tuple[str, nn.Module, ParameterLayout
             yield name, child, layout
 
 
+def _expect_parameters(module: nn.Module) -> None:
+    layout = None if torch.compiler.is_compiling() else layout_of(module)
+    if layout is not None:
+        found = getattr(module, "parametrizations", {}) if "parametrizations" in module._modules else {}
+        expect_parameters(module, layout.partial, [name for name in found if layout_of(found[name]) is None])
+
+
 class _LocalForward(nn.Module):
     """The mixin of `compute_locally`: during forward the parameters that it reads are plain tensors."""
 
@@ -224,6 +229,8 @@ class _LocalForward(nn.Module):
             return super().forward(*args, **kwargs)
         # Attention of torch reads the parameters of a child, without a call of it.
         readable = [self, self.out_proj] if isinstance(self, nn.MultiheadAttention) else [self]
+        for module in readable:
+            _expect_parameters(module)
         own = [(module, {name: p for name, p in module._parameters.items() if p is not None}) for module in readable]
         try:
             vars(self)[_IS_LOCAL] = True
@@ -279,6 +286,7 @@ def replicate(module: nn.Module, comm: TorchComm, mesh: DeviceMesh | None, *, is
     for child in module.modules():
         own = dict(child.named_parameters(recurse=False))
         if own and id(child) not in done:
+            expect_no_hooks("mark_replicated" if is_partial else "Replicated", child)
             set_layout(child, ParameterLayout(comm, partial=frozenset(own if is_partial else ()), mesh=mesh))
             compute_locally(child)
             for name, old in own.items():

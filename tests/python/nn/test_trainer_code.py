@@ -327,7 +327,7 @@ def refused_modules(rank: int, size: int, store: Any) -> None:
         with pytest.raises(ValueError, match=f"expected an embedding without {next(iter(option))}, got"):
             parallelize_module(nn.Embedding(8, 4, **option), mesh, VocabularyParallel())
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    with pytest.raises(TypeError, match=r"expected an nn.Linear, got ParametrizedLinear"):
+    with pytest.raises(TypeError, match=r"expected Linear with parameters of its own, got Parametrized"):
         parallelize_module(normed, mesh, ColumnParallel())
     patched = nn.LayerNorm(4)
     patched.forward = lambda x: x  # type: ignore[method-assign]

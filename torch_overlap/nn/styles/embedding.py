@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_overlap import ops
 from torch_overlap._C import StateError, TorchComm
+from torch_overlap.nn._computed import expect_own_weight
 from torch_overlap.nn.layout import ParameterLayout, comm_of, compute_locally, replace_parameter, set_layout
 from torch_overlap.nn.styles.base import Style
 
@@ -39,6 +40,7 @@ class VocabularyParallel(Style):
         if not isinstance(module, nn.Embedding):
             raise TypeError(f"VocabularyParallel: expected an nn.Embedding, got {type(module).__name__}; change the "
                             "plan")  # fmt: skip
+        expect_own_weight("VocabularyParallel", module)
         if module.num_embeddings % ranks != 0 or module.weight.size(0) != module.num_embeddings:
             raise ValueError(f"VocabularyParallel: expected num_embeddings divisible by {ranks} ranks, got "
                              f"{module.num_embeddings}. Pad the vocabulary, or leave it replicated.")  # fmt: skip
