@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from llama_cases import start as mesh_of
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torch_overlap as to
+from torch_overlap.nn.styles import ColumnParallel, RowParallel, parallelize
 from torch_overlap.testing import run_ranks
 
 ROWS, FEATURES, HIDDEN = 4, 8, 16
@@ -45,6 +49,8 @@ def check_data_parallel(rank, size, store, seed, how):
     x = batches[mesh.get_local_rank("dp")].chunk(2)[mesh.get_local_rank("tp")]
     if how == "ddp":
         model = nn.parallel.DistributedDataParallel(layer, process_group=mesh.get_group("dp"))
+    elif how == "replicate":
+        model = replicate(layer, process_group=mesh.get_group("dp"))
     else:
         model = fully_shard(layer, mesh=mesh["dp"])
     model(x).square().sum().backward()
@@ -64,6 +70,56 @@ def check_data_parallel(rank, size, store, seed, how):
     stop(world, tp)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", ["ddp", "replicate", "fsdp2"])
 def test_data_parallelism_over_another_axis(how, seed):
     run_ranks(check_data_parallel, 4, seed, how, comm=False)
+
+
+def plan_over(mesh):
+    """Returns a model of linears and a norm, the same on all ranks, and its copy under a plan over mesh["tp"]."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(FEATURES), nn.Linear(FEATURES, HIDDEN), nn.Linear(HIDDEN, FEATURES)).double()
+    plan = {"1": ColumnParallel(sequence_parallel=False), "2": RowParallel(sequence_parallel=False)}
+    return model, parallelize(copy.deepcopy(model), mesh["tp"], plan)
+
+
+def check_replicas(rank, size, store, seed):
+    mesh = mesh_of(rank, size, store, (2, 1, 2), ("replicas", "shards", "tp"))
+    reference, model = plan_over(mesh)
+    fully_shard(model, mesh=mesh["replicas", "shards"])
+    batches = torch.randn(2, ROWS, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    model(batches[mesh.get_local_rank("replicas")]).square().sum().backward()
+    (reference(batches).square().sum() / 2).backward()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+    dist.destroy_process_group()
+
+
+def test_replicas_of_a_plan_are_a_mesh_of_one_shard(seed):
+    """In place of DDP, which does not take DTensors."""
+    run_ranks(check_replicas, 4, seed, comm=False)
+
+
+def check_refused(rank, size, store):
+    mesh = mesh_of(rank, size, store, (1, 2), ("dp", "tp"))
+    x = torch.ones(ROWS, FEATURES, dtype=torch.float64)
+    for tp in (mesh["tp"], mesh["dp", "tp"]):
+        with pytest.raises(RuntimeError, match="Cannot concatenate overlapping meshes"):
+            fully_shard(plan_over(mesh)[1], mesh=tp)
+    with pytest.raises(TypeError, match="Invariant encountered: value was None"):
+        fully_shard(plan_over(mesh)[1])
+    dp = mesh.get_group("dp")
+    with pytest.raises(RuntimeError, match="Attempted to flatten multiple dimensions"):
+        nn.parallel.DistributedDataParallel(plan_over(mesh)[1], process_group=dp)
+    advice = "fully_shard over another axis of the mesh"
+    for wrap in (replicate, nn.parallel.DistributedDataParallel):
+        with pytest.raises(to.StateError, match=advice):
+            wrap(plan_over(mesh)[1], device_mesh=mesh["dp"])(x)
+    with pytest.raises(to.StateError, match=advice):
+        replicate(plan_over(mesh)[1], process_group=dp)(x)
+    dist.destroy_process_group()
+
+
+def test_data_parallelism_that_does_not_take_a_plan():
+    """The texts that docs/explanation/modules.md names; those of torch come before any code of the layers runs."""
+    run_ranks(check_refused, 2, comm=False)
