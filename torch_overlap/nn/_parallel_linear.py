@@ -7,10 +7,11 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_overlap import _C
-from torch_overlap._C import TorchComm
+from torch_overlap._C import TorchComm, UnsupportedError
 from torch_overlap.nn import _algorithm_checks
 from torch_overlap.nn._float8 import ALGORITHMS
 from torch_overlap.nn._initialize import Init
@@ -92,6 +93,12 @@ class ParallelLinear(nn.Module):
                     raise ValueError(f"{self._get_name()}: expected {what} of a rank divisible by "
                                      f"{self.fp8.alignment} with {self.fp8.scaling if self.fp8.block else 'fp8'}, got "
                                      f"{value}; pad it, or use fp8=None")  # fmt: skip
+
+    def _expect_no_tangent(self, x: Tensor) -> None:
+        """Raises UnsupportedError under forward-mode differentiation, before torch names our functions instead."""
+        if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:
+            raise UnsupportedError(f"{self._get_name()}: expected x without a tangent of forward-mode differentiation, "
+                                   "got one. Use torch.autograd.functional.jvp.")  # fmt: skip
 
     def _expect_features(self, x: Tensor, weights: Sequence[Tensor]) -> None:
         """Raises ValueError, naming the layer, if x has no rows or a weight is not [out, in] with its features."""

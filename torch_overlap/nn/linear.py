@@ -166,6 +166,7 @@ class ColumnParallelLinear(ParallelLinear):
             x: the input.
             joined: if True and one product computes several outputs, returns them side by side in one tensor.
         """
+        self._expect_no_tangent(x)
         weights, main_grads = self._with_main_grads(x, [name for name, _ in self._names], self.weights)
         outputs = self._products(x, weights, self.biases, main_grads, joined and not self.gather_output)
         is_whole = isinstance(self.out_features, list) and len(outputs) == len(self._names)
@@ -339,6 +340,7 @@ class RowParallelLinear(ParallelLinear):
             x: the input.
             regather: as for ops.matmul_reduce_scatter, with sequence_parallel.
         """
+        self._expect_no_tangent(x)
         if not self.input_is_parallel:
             x = local_shard(x, -1, self.comm)
         weight, bias = self._local()

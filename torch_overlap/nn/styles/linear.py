@@ -156,6 +156,7 @@ class _Gather:
                 "or in a checkpoint of its own; checkpoint the whole module, or use ColumnParallel"
             )
         if self.outputs is None:
+            self.layers[0]._expect_no_tangent(self.input)
             weights = [weight for layer in self.layers for weight in layer.weights]
             biases = [bias for layer in self.layers for bias in layer.biases]
             first = self.layers[0]
