@@ -10,10 +10,10 @@ kernel of ours in the collectives. torch compiled, torch async TP: DTensor, ever
 (benchmarks/torch_llama.py), the latter with products fused with collectives; not captured.
 
 All take turns in a round; a sample is that of the slowest rank. The loss of the first step is compared with nccl's.
-Rows have the share of the peak of bfloat16 products (causal attention counted half, nothing recomputed), the memory
-that a trainer takes at its peak, where the time goes, and the floor, measured in the same rounds: that of the layers
-(layer.py), the products of the head, and the bytes of the optimizer at the rate of a copy. Failures of torch are listed
-with the reason. Without a GPU it only checks, on gloo with --tiny, that it runs.
+Rows have the time over that at the peak of bfloat16 products (causal attention counted half, nothing recomputed), the
+memory that a trainer takes at its peak, where the time goes, and the floor, measured in the same rounds: that of the
+layers (layer.py), the products of the head, and the bytes of the optimizer at the rate of a copy. Failures of torch are
+listed with the reason. Without a GPU it only checks, on gloo with --tiny, that it runs.
 """
 
 from __future__ import annotations
@@ -160,11 +160,11 @@ def rows_of(variants: StepVariants, samples: Samples) -> list[dict[str, Any]]:
         rows.append({
             "op": "llama_step", "name": shape.name, "shape": [shape.layers, args.batch, args.accumulate],
             "dtype": str(variants.options["dtype"]).removeprefix("torch."), "tp": size,
-            "mode": "graph" if is_captured else "eager", "algorithm": name,
+            "mode": "graph" if is_captured else "eager", "algorithm": name.removesuffix(EAGER),
             "peers": {peer: spread_of(samples[peer]).median for peer in peers if peer != name}, "floor": floor,
             "us": us, "iqr_us": iqr, "ratio_floor": us / floor["us"],
             "tokens_per_second": 1e6 * args.batch * shape.sequence / us,
-            "share_of_peak": flops / (us * 1e-6) / size / PEAK,
+            "ratio_peak": us * 1e-6 * size * PEAK / flops,
             "peak_gib": variants.peak_bytes[name.removesuffix(EAGER)] / 2**30,
             **{f"over_{peer}": ratio_of(samples, name, peer).median for peer in peers if peer != name},
             "us_by_category": variants.by_category.get(name, {}),
@@ -174,8 +174,8 @@ def rows_of(variants: StepVariants, samples: Samples) -> list[dict[str, Any]]:
 
 def report(row: dict[str, Any]) -> str:
     over = "".join(f"  {row['over_' + peer]:.3f} x {peer}" for peer in row["peers"])
-    lines = [f"{row['algorithm']:16s}{row['us'] / 1000:9.2f} ms +- {row['iqr_us'] / 1000:.2f}"
-             f"  {row['tokens_per_second']:9.0f} tokens/s  {100 * row['share_of_peak']:5.1f} % of peak"
+    lines = [f"{row['algorithm']:16s}{row['mode']:6s}{row['us'] / 1000:9.2f} ms +- {row['iqr_us'] / 1000:.2f}"
+             f"  {row['tokens_per_second']:9.0f} tokens/s  {100 / row['ratio_peak']:5.1f} % of peak"
              f"  {row['peak_gib']:6.2f} GiB  {row['ratio_floor']:.3f} x floor{over}"]  # fmt: skip
     lines += [f"    {category:20s}{us / 1000:9.2f} ms" for category, us in row["us_by_category"].items()]
     return "\n".join(lines)

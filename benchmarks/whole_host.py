@@ -13,6 +13,7 @@ over gloo, which shows that every command runs.
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import shlex
 import signal
@@ -36,7 +37,7 @@ LIMITS = ["1K", "8K", "64K", "256K", "512K", "1M", "2M", "4M", "8M", "16M"]
 
 @dataclass
 class Run:
-    """A command and its time limit in seconds."""
+    """A command and its time limit in seconds. Arguments with * are the files of that name when it starts."""
 
     name: str
     command: list[str]
@@ -85,6 +86,7 @@ def measurements(ranks: int, out: Path, tiny: bool) -> list[Run]:
                                   *([] if tiny else ["--algorithm", PROTOCOLS]), "--json",
                                   f"{results}/collectives.json"], 1800),
         Run("layer", torchrun(ranks, "benchmarks/layer.py", *models, "--out", results), 900),
+        Run("llama_step", torchrun(ranks, "benchmarks/llama_step.py", *small, "--out", results), 600),
         Run("train_step", torchrun(ranks, "benchmarks/train_step.py", *small, "--meshes", ",".join(meshes(ranks)),
                                    "--out", results), 900),
         *(Run(f"plan_{name}_{mesh}", [*plan, "--model", name, "--mesh", mesh.replace(":", ",")], 120)
@@ -93,7 +95,8 @@ def measurements(ranks: int, out: Path, tiny: bool) -> list[Run]:
     if not tiny:
         files = [f"{results}/{kind}.json" for kind in ("bf16", "fp8", "fp8_rows", "decode", "exchanges")]
         tune = [PYTHON, "-m", "torch_overlap", "tune", "--results", *files, "--cache", f"{results}/tune.json"]
-        check = [*bench, "--check", "benchmarks/goals.json", *files, f"{results}/collectives.json"]
+        check = [*bench, "--check", "benchmarks/goals.json", *files, f"{results}/collectives.json",
+                 f"{results}/layer-*.json", f"{results}/llama_step-*.json"]  # fmt: skip
         runs += [Run("tune", tune, 120), Run("goals", check, 120)]
     return runs
 
@@ -101,10 +104,11 @@ def measurements(ranks: int, out: Path, tiny: bool) -> list[Run]:
 def execute(run: Run, log: Path) -> tuple[str, float]:
     """Runs a command in a process group of its own; returns how it ended, and seconds."""
     began = time.monotonic()
+    command = [name for part in run.command for name in (sorted(glob.glob(part)) if "*" in part else [part])]
     with log.open("w") as output:
-        output.write(shlex.join(run.command) + "\n")
+        output.write(shlex.join(command) + "\n")
         output.flush()
-        process = subprocess.Popen(run.command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:
             code = process.wait(run.limit)
             ended = "passed" if code == 0 else f"exit status {code}"

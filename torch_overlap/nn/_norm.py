@@ -13,13 +13,13 @@ _ops = torch.ops.torch_overlap
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm, which on a GPU computes its result and its gradients by one kernel each.
 
-    Under torch.compile, which fuses torch's operators itself, and under autocast it is torch's own.
+    Under torch.compile, which fuses torch's operators itself, under autocast and without an eps it is torch's own.
     """
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Returns the norm of x; with `residual` that of h = x + residual, and h."""
-        parts = (x, self.weight) if residual is None else (x, self.weight, residual)
-        if self.eps is not None and _have_operator(parts):
+        operands = [x, self.weight] if residual is None else [x, self.weight, residual]
+        if self.eps is not None and _has_operator(operands):
             norm, hidden = _ops.add_rms_norm(x, residual, self.weight, self.eps)
             return norm if residual is None else (norm, hidden)
         if residual is None:
@@ -28,11 +28,13 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(hidden), hidden
 
 
-def _have_operator(parts: tuple[Tensor | None, ...]) -> bool:
-    if torch.compiler.is_compiling() or parts[1] is None:
+def _has_operator(operands: list[Tensor]) -> bool:
+    """Returns True if the operator takes these operands: plain tensors of one dtype and torch computes in that."""
+    if torch.compiler.is_compiling() or any(type(operand) not in (Tensor, nn.Parameter) for operand in operands):
         return False
-    first = parts[0]
-    assert first is not None
-    if torch.is_autocast_enabled(first.device.type) or not first.is_floating_point() or first.dim() == 0:
-        return False
-    return all(type(part) in (Tensor, nn.Parameter) and part.dtype == first.dtype for part in parts)
+    x = operands[0]
+    return (
+        x.is_floating_point()
+        and not torch.is_autocast_enabled(x.device.type)
+        and all(operand.dtype == x.dtype for operand in operands)
+    )

@@ -170,7 +170,7 @@ def _metric(metric: str, row: Row, rows: Sequence[Row]) -> float | None:
         spread = max(row.get("iqr_us", 0.0), best.get("iqr_us", 0.0))
         is_within_noise = row["us"] - best["us"] <= spread
         return 1.0 if is_within_noise else float(row["us"] / best["us"])
-    if metric.startswith("over_"):
+    if metric.startswith("over_") and metric not in row:
         peer = row["peers"].get(metric.removeprefix("over_"))
         return float(row["us"] / peer) if peer else None
     return float(row[metric]) if row.get(metric) is not None else None

@@ -22,7 +22,7 @@ __device__ __forceinline__ float exponential(float x) {
   return sizeof(T) == 4 ? expf(x) : __expf(x);
 }
 
-// Of some elements x: the largest, the sum of exp(x - largest), and the sum of x. An infinite
+// The largest of some elements x, the sum of exp(x - largest), and the sum of x. An infinite
 // largest element or a NaN makes the first sum NaN, as it is by the formula.
 template <typename T>
 struct Terms {
@@ -30,7 +30,7 @@ struct Terms {
   float exponentials = 0;
   float sum = 0;
 
-  // What is subtracted: not the largest of elements that are all -inf, whose exponentials are 0.
+  // Returns what is subtracted from elements: 0 if all are -inf, whose exponentials are 0.
   __device__ __forceinline__ static float base(float largest) {
     return largest == kLowest ? 0.0F : largest;
   }

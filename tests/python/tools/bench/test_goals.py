@@ -193,6 +193,12 @@ def test_the_goals_are_about_what_is_measured(name: str) -> None:
         for op in KNOWN_OPS for kind in ("bf16", "fp8", "fp8_rows", "decode") for case in cases_of(op, kind)
         for algorithm in ("auto", "auto registered", "own 128x128") for mode in MODES for tp in (2, 4, 8)
     ]  # fmt: skip
+    ratios = ("no communication", "nccl", "torch fused joined", "torch compiled", "torch async TP")
+    whole = {"ratio_floor": 1.0, "ratio_peak": 1.0, "us": 1.0} | {f"over_{other}": 1.0 for other in ratios}
+    measured += [
+        row(op, (1,), mode, name=model, dtype="bfloat16", tp=tp, algorithm="auto") | whole
+        for op in ("layer", "llama_step") for model in ("llama3-8b", "llama3-70b") for mode in MODES for tp in (2, 4)
+    ]  # fmt: skip
     _, unmeasured = goals.compare(goals.read_goals(ROOT / "benchmarks" / name), measured)
     assert unmeasured == []
 

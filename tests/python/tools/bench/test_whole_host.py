@@ -37,7 +37,7 @@ def test_every_file_of_gpu_tests_runs_by_itself_on_all_ranks(tmp_path: Path) -> 
 def test_measurements_of_eight_ranks(tmp_path: Path) -> None:
     lines = whole("measurements", "--ranks", "8", "--list", out=tmp_path).stdout.splitlines()
     names = [line.split(" ")[0] for line in lines]
-    assert {"bench_bf16", "bench_fp8", "bench_collectives", "layer", "train_step", "tune", "goals",
+    assert {"bench_bf16", "bench_fp8", "bench_collectives", "layer", "llama_step", "train_step", "tune", "goals",
             "plan_llama3-8b_tp=8"} <= set(names)  # fmt: skip
     assert len(names) == len(set(names))
     assert any("--meshes tp=8,dp=2:tp=4" in line for line in lines)
