@@ -12,11 +12,11 @@ collectives; torch fused: the same as nccl with the products of torch's async te
 weight for all products of a gather (torch_overlap/tools/bench/async_tp.py); no communication: the latter with nothing
 sent. All but "+silu" and "+norms" have our kernels of these.
 
-All of them take turns in a round, in CUDA graphs; a sample is that of the slowest rank. Rows carry the layer's floor,
-measured in the same rounds, and where the time of a replay goes (torch_overlap/tools/bench/layer_floor.py).
-"predicted": the planner's, with the cost model of H200s. The result and gradients of every variant are compared with
-those of nccl before anything is timed; failures of other libraries are listed with the reason. Without a GPU it only
-checks, on gloo with --tiny, that it runs.
+All of them take turns in a round, in CUDA graphs, ours also eagerly; a sample is that of the slowest rank. Rows carry
+the layer's floor, measured in the same rounds, and where the time of a replay goes
+(torch_overlap/tools/bench/layer_floor.py). "predicted": the planner's, with the cost model of H200s. The result and
+gradients of every variant are compared with those of nccl before anything is timed; failures of other libraries are
+listed with the reason. Without a GPU it only checks, on gloo with --tiny, that it runs.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from torch_overlap.tools.bench.ranks import ENVIRONMENT, Ranks
 LEAD_CYCLES = 1_000_000
 ALGORITHMS = "auto,p2p,p2p+mesh,sequential"
 NO_COMMUNICATION = "no communication"
+EAGER = " eager"
 TORCH_FUSED = {"torch fused": False, "torch fused joined": True}  # name -> True if the weights of one gather are joined
 
 
@@ -163,6 +164,7 @@ class LayerVariants:
         alone.results()
         self.layers[NO_COMMUNICATION] = alone
         self.parts = layer_floor.parts_of(model, ranks.size, args.batch, ranks.device, dtype)
+        self.eager = [name + EAGER for name in args.algorithms.split(",")] if self.is_cuda else []
         self.by_category: dict[str, dict[str, float]] = {}
 
     def try_on_all_ranks(self, name: str, action: Callable[[], object]) -> None:
@@ -171,7 +173,7 @@ class LayerVariants:
             self.layers.pop(name, None)
 
     def calls(self) -> dict[str, Callable[[], object]]:
-        """Returns the calls to time: on a GPU, replays of graphs. All layers have run before, and have their memory."""
+        """Returns the calls to time: on a GPU replays of graphs, ours also eagerly. All layers have run before."""
         calls: dict[str, Callable[[], object]] = {}
         for name, layer in list(self.layers.items()):
 
@@ -187,12 +189,14 @@ class LayerVariants:
             calls[name] = in_graph(part) if self.is_cuda else part
         if self.is_cuda:
             self.by_category = {name: layer_floor.profile(calls[name]) for name in self.layers}
-        return {name: calls[name] for name in (*self.layers, *self.parts.calls())}
+        calls |= {name: self.layers[name.removesuffix(EAGER)].step for name in self.eager}
+        return {name: calls[name] for name in (*self.layers, *self.eager, *self.parts.calls())}
 
 
 def measure(ways: LayerVariants, rounds: int) -> Samples:
     watch = dataclasses.replace(ways.ranks.captured, lead_cycles=LEAD_CYCLES)
-    samplers = {name: watch.sampler(call) for name, call in ways.calls().items()}
+    samplers = {name: (ways.ranks.eager if name in ways.eager else watch).sampler(call)
+                for name, call in ways.calls().items()}  # fmt: skip
     return slowest_rank(interleave(samplers, rounds), ways.ranks.comm)
 
 
@@ -202,7 +206,7 @@ def rows_of(model: Transformer, ways: LayerVariants, samples: Samples, batch: in
     common = {
         "op": "layer", "name": model.name, "shape": [model.sequence * batch, model.ffn, model.hidden],
         "dtype": str(ways.layers["nccl"].x.dtype).removeprefix("torch."), "tp": size,
-        "mode": "graph" if ways.is_cuda else "eager", "accumulates": ways.layers["nccl"].accumulates,
+        "accumulates": ways.layers["nccl"].accumulates,
         "peers": {peer: spread_of(samples[peer]).median for peer in peers},
     }  # fmt: skip
     parts = {name: spread_of(samples[name]).median for name in ways.parts.calls()}
@@ -216,8 +220,9 @@ def rows_of(model: Transformer, ways: LayerVariants, samples: Samples, batch: in
         us, iqr = spread_of(samples[name])
         over = {f"over_{peer}": ratio_of(samples, name, peer).median for peer in (*peers, NO_COMMUNICATION)}
         by_category = ways.by_category.get(name, {})
-        rows.append(common | {"algorithm": name, "us": us, "iqr_us": iqr, "ratio_floor": us / floor, **over,
-                              "us_by_category": by_category})  # fmt: skip
+        mode = "graph" if ways.is_cuda and name not in ways.eager else "eager"
+        rows.append(common | {"mode": mode, "algorithm": name.removesuffix(EAGER), "us": us, "iqr_us": iqr,
+                              "ratio_floor": us / floor, **over, "us_by_category": by_category})  # fmt: skip
     return rows
 
 
@@ -228,8 +233,9 @@ def report(model: Transformer, batch: int, rows: list[dict[str, Any]], missing: 
         mesh, overlap = Mesh({"tp": row["tp"]}), row["algorithm"] != "sequential"
         predicted = 1e6 * predict_layer(model, mesh, batch=batch, overlap=overlap)
         over = "".join(f"  {row['over_' + peer]:.3f} x {peer}" for peer in (*row["peers"], NO_COMMUNICATION))
-        lines.append(f"{row['name']:12s} {row['algorithm']:20s}{row['us']:10.1f} us +- {row['iqr_us']:.1f}{over}"
-                     f"  {row['ratio_floor']:.3f} x floor  predicted {predicted:.1f}")  # fmt: skip
+        lines.append(f"{row['name']:12s} {row['algorithm']:18s}{row['mode']:6s}{row['us']:10.1f} us"
+                     f" +- {row['iqr_us']:.1f}{over}  {row['ratio_floor']:.3f} x floor"
+                     f"  predicted {predicted:.1f}")  # fmt: skip
         lines += [f"    {category:20s}{us:10.1f} us" for category, us in row["us_by_category"].items()]
     floor = rows[0]["floor"]
     lines.append(f"{rows[0]['name']:12s} {'floor':20s}{floor['us']:10.1f} us: products {floor['products_us']:.1f}, "

@@ -66,6 +66,7 @@ def layers_of(content: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         for row in content["rows"]
         if row.get("op") == "layer"
         and row["algorithm"] == "auto"
+        and row["mode"] == "graph"
         and row["dtype"] == "bfloat16"
         and "ratio_floor" in row
     ]

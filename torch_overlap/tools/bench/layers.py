@@ -12,7 +12,9 @@ from torch_overlap.tools.bench.tables import Row, markdown, number
 
 
 def layer_table(rows: Sequence[Row]) -> str:
-    """Returns a line per model: microseconds of all variants, and ratios of our first algorithm to the others."""
+    """Returns a line per model: microseconds of all variants in the mode of the first row, and ratios of our first
+    algorithm to the others."""
+    rows = [row for row in rows if row["mode"] == rows[0]["mode"]]
     algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
     peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
     first = algorithms[0]
