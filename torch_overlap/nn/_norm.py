@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 _ops = torch.ops.torch_overlap
 
@@ -26,6 +27,18 @@ class RMSNorm(nn.RMSNorm):
             return super().forward(x)
         hidden = x + residual
         return super().forward(hidden), hidden
+
+
+def takes_residual(norm: nn.Module) -> bool:
+    """Returns True if `norm` may be called with a residual, and then returns two tensors.
+
+    Hooks and a patched forward are written for the argument and the result of nn.RMSNorm. Compilers fuse the sum
+    themselves.
+    """
+    if torch.compiler.is_compiling() or not isinstance(norm, RMSNorm) or "forward" in vars(norm):
+        return False
+    hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
+    return not any(hooks) and not _has_any_global_hook()
 
 
 def _has_operator(operands: list[Tensor]) -> bool:

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from torch_overlap._C import TorchComm
 from torch_overlap.nn._initialize import Init
-from torch_overlap.nn._norm import RMSNorm
+from torch_overlap.nn._norm import RMSNorm, takes_residual
 from torch_overlap.nn._parallel_linear import LayerOptions, per_rank
 from torch_overlap.nn.layout import mark_replicated, ranks_of
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -178,7 +178,7 @@ class ParallelTransformerBlock(nn.Module):
         kv_heads, head_dim, causal: as for ParallelSelfAttention.
         activation: as for ParallelMLP.
         norm: "layer" or "rms". With "rms" and a norm_eps, one kernel on a GPU adds the residual too: see
-            ops.add_rms_norm.
+            ops.add_rms_norm. A norm with hooks is called with the sum alone, as torch's.
         norm_eps: default: that of nn.LayerNorm, nn.RMSNorm.
         bias: of the linear layers, and of a layer norm.
         others: as for ParallelMLP.
@@ -229,7 +229,7 @@ class ParallelTransformerBlock(nn.Module):
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Returns the output, valid on the current stream. `rotate`: as for ParallelSelfAttention."""
         y = self.attention(self.attention_norm(x), rotate)
-        if isinstance(self.mlp_norm, RMSNorm):
+        if takes_residual(self.mlp_norm):
             y, x = self.mlp_norm(y, x)
         else:
             x = x + y

@@ -252,3 +252,55 @@ def test_a_mistake_is_an_error_that_says_what_to_do(message):
             ERRORS[message](comm)
 
     run_ranks(rank, 2, backend="local")
+
+
+def double(_, args, result=None):
+    if result is None:
+        return (2 * args[0],)
+    assert isinstance(result, torch.Tensor)
+    return 2 * result
+
+
+def double_gradients(_, grads, result_grads):
+    assert len(result_grads) == 1
+    return tuple(2 * grad for grad in grads)
+
+
+def patch(norm):
+    norm.forward = torch.sin
+
+
+CHANGES = {
+    "forward_pre_hook": lambda norm: norm.register_forward_pre_hook(double),
+    "forward_hook": lambda norm: norm.register_forward_hook(double),
+    "full_backward_hook": lambda norm: norm.register_full_backward_hook(double_gradients),
+    "global hook": lambda norm: torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, result: double(module, args, result) if module is norm else None
+    ),
+    "forward": patch,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_hooks_of_a_norm_see_what_those_of_torch_see(seed, change):
+    def run(comm, is_ours):
+        made = tnn.ParallelTransformerBlock(8, 2, 12, comm, norm="rms", norm_eps=1e-3, dtype=torch.float64)
+        randomize(made, seed)
+        if not is_ours:
+            weight = made.mlp_norm.weight
+            made.mlp_norm = torch.nn.RMSNorm(8, eps=1e-3, dtype=torch.float64)
+            with torch.no_grad():
+                made.mlp_norm.weight.copy_(weight)
+        handle = CHANGES[change](made.mlp_norm)
+        x = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        y = made(x)
+        y.square().sum().backward()
+        if handle is not None:
+            handle.remove()
+        return y.detach(), x.grad
+
+    def rank(comm):
+        for got, want in zip(run(comm, True), run(comm, False), strict=True):
+            close(got, want)
+
+    run_ranks(rank, 1, backend="local")
