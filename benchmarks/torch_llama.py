@@ -164,7 +164,6 @@ class TorchTrainer(LlamaTrainer):
 
     def compute(self) -> None:
         self.loss.zero_()
-        self.model.zero_grad(set_to_none=True)
         for tokens, targets in zip(*(t.t().chunk(self.accumulate) for t in (self.inputs, self.targets)), strict=True):
             with loss_parallel():
                 loss = self.criterion(self.model(tokens.contiguous()), targets.contiguous()) / self.accumulate
@@ -172,13 +171,14 @@ class TorchTrainer(LlamaTrainer):
             self.loss.add_(loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach())
         squares = torch.zeros(2, device=self.device)  # of split parameters, of the others
         for parameter, weight, is_split in zip(self.parameters, self.weights, self.is_split, strict=True):
-            whole = parameter.grad.redistribute(placements=parameter.placements)
-            weight.grad = whole.to_local().float()
+            weight.grad = parameter.grad.redistribute(placements=parameter.placements).to_local().float()
+            parameter.grad = None
             squares[0 if is_split else 1] += torch.linalg.vector_norm(weight.grad).square()
         torch.distributed.all_reduce(squares[0])
         scale = (1.0 / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([weight.grad for weight in self.weights], scale)
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # the next micro-batches need the memory
         with torch.no_grad():
             for parameter, weight in zip(self.parameters, self.weights, strict=True):
                 parameter.to_local().copy_(weight)
