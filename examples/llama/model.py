@@ -48,7 +48,7 @@ class VocabularyEmbedding(nn.Module):
         table = torch.empty(vocabulary, features, device=device)
         with torch.no_grad():
             init(table)
-        self.weight = nn.Parameter(table[self.first : self.first + part].to(dtype))
+        self.weight = nn.Parameter(table[self.first : self.first + part].to(dtype, copy=True))  # not the whole table
         set_layout(self, to.nn.ParameterLayout(comm, {"weight": 0}))
 
     def forward(self, tokens: Tensor) -> Tensor:

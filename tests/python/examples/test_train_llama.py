@@ -3,6 +3,10 @@
 import re
 
 import pytest
+import torch
+from launcher import EXAMPLES
+
+from torch_overlap.testing import run_ranks
 
 PROGRAM = "train_llama.py"
 
@@ -34,3 +38,16 @@ def test_options_that_do_not_fit(launcher, options, message):
     code, output = launcher.run_ranks(1, PROGRAM, "--device", "cpu", *options)
     assert code != 0
     assert message in output
+
+
+def test_parameters_have_no_memory_of_other_ranks_parts(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from llama.model import Llama
+    from train_llama import TINY
+
+    def rank(comm):
+        for dtype in (torch.float32, torch.bfloat16):
+            weight = Llama(TINY, comm, seed=0, device=torch.device("cpu"), dtype=dtype).embedding.weight
+            assert weight.untyped_storage().nbytes() == weight.nbytes
+
+    run_ranks(rank, 2, backend="local")
