@@ -51,7 +51,7 @@ def test_values_and_gradients(seed, dtype, features, rows):
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "sums are in one order"
 
 
-@pytest.mark.parametrize("layout", ["offset", "columns", "transposed", "three"])
+@pytest.mark.parametrize("layout", ["offset", "columns", "transposed", "three", "overlapping"])
 def test_layouts(seed, layout):
     generator = torch.Generator("cuda").manual_seed(seed)
     rows, features, dtype = 60, 256, torch.bfloat16
@@ -60,6 +60,7 @@ def test_layouts(seed, layout):
         "columns": lambda t: F.pad(t, (8, 8))[:, 8:-8],
         "transposed": lambda t: t.mT.contiguous().mT,
         "three": lambda t: t.view(4, 15, features).transpose(0, 1),
+        "overlapping": lambda t: t.flatten()[: rows + features - 1].unfold(0, features, 1),
     }[layout]
     x, residual, *grads = (change(draw((rows, features), dtype, generator)) for _ in range(4))
     operands = [t.detach().requires_grad_() for t in (x, residual, draw((features,), dtype, generator))]

@@ -24,7 +24,9 @@ constexpr int64_t kBlocksPerProcessor = 2;
 // Returns x as a matrix whose rows a kernel can read in vectors.
 Tensor vector_rows(const Tensor& x) {
   auto matrix = cuda::dense_rows(x, x.size(-1));
-  return cuda::rows_of(matrix).is_aligned(matrix.element_size()) ? matrix : matrix.clone();
+  if (cuda::rows_of(matrix).is_aligned(matrix.element_size())) return matrix;
+  // Without the format, a clone of rows that overlap (Tensor.unfold) may be dense along columns.
+  return matrix.clone(at::MemoryFormat::Contiguous);
 }
 
 bool has_kernel(const Tensor& x) {
