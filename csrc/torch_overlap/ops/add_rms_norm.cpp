@@ -1,5 +1,6 @@
 #include "torch_overlap/ops/add_rms_norm.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -57,6 +58,9 @@ class AddRmsNorm : public Function<AddRmsNorm> {
     context->saved_data["adds"] = residual.has_value();
     context->saved_data["eps"] = eps;
     context->set_materialize_grads(false);
+    if (!residual || !(x.requires_grad() || residual->requires_grad())) {
+      context->mark_non_differentiable({hidden});
+    }
     return {std::move(norm), std::move(hidden)};
   }
 
@@ -168,8 +172,7 @@ std::tuple<Tensor, Tensor> composed_add_rms_norm_backward(const Tensor& grad,
   const auto g = wide_grad * weight.to(wide);
   auto sum = inverse * (g - normal * (g * normal).mean(-1, /*keepdim=*/true));
   if (hidden_grad) sum = sum + hidden_grad->to(wide);
-  const auto features = weight.sym_size(0);
-  const auto weight_grad = (wide_grad * normal).reshape_symint({-1, features}).sum(0);
+  const auto weight_grad = at::sum_to(wide_grad * normal, weight.sym_sizes());
   return {sum.to(hidden.scalar_type()).contiguous(), weight_grad.to(weight.scalar_type())};
 }
 

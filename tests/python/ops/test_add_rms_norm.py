@@ -32,7 +32,7 @@ def draw(shape, dtype, generator):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(7, 10), (3, 5, 64), (1, 1), (0, 6), (9, 1026)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 10), (3, 5, 64), (1, 1), (0, 6), (3, 0), (9, 1026)], ids=str)
 @pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)], ids=["both", "norm", "hidden"])
 def test_values_and_gradients(seed, dtype, layout, shape, used):
     generator = torch.Generator().manual_seed(seed)
@@ -57,6 +57,19 @@ def test_values_and_gradients(seed, dtype, layout, shape, used):
             continue
         scale = other.grad.abs().max().clamp(min=1).item() if other.grad.numel() else 1
         torch.testing.assert_close(mine.grad.double(), other.grad, rtol=16 * eps, atol=16 * eps * scale)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_hidden_needs_a_gradient_if_an_operand_of_the_sum_does(seed, index):
+    operands = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for shape in ((3, 4), (3, 4), (4,))]
+    operands[index].requires_grad_()
+    norm, hidden = run(*operands)
+    assert norm.requires_grad
+    assert hidden.requires_grad == (index < 2)
+    norm.sum().backward()
+    torch.testing.assert_close(
+        operands[index].grad, torch.autograd.grad(reference(*operands)[0].sum(), operands[index])[0]
+    )
 
 
 def test_gradients_of_gradients(seed):
