@@ -36,6 +36,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e
     Returns: (rms_norm(h) * weight, h), both [..., n] of the dtype of x, valid on the current stream. The norm is that
     of the returned h.
 
+    Gradient: of any order, and in forward mode. torch.autocast casts no operand.
+
     Raises:
         InvalidTypeError: another dtype; operands that differ in dtype or device.
         InvalidValueError: shapes that differ; a negative eps.
