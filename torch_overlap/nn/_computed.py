@@ -53,7 +53,10 @@ def expect_parameters(module: nn.Module, names: Collection[str], late: Collectio
         late: its parametrizations that were registered after the plan.
     """
     missing = [name for name in names if name not in module._parameters]
-    missing += [name for name, value in vars(module).items() if isinstance(value, DTensor)]
+    tensors = {name: value for name, value in vars(module).items() if isinstance(value, DTensor)}
+    if tensors:  # one that is detached, such as an average of weights, is not computed with
+        computed = computed_by_hook(module)
+        missing += [name for name, value in tensors.items() if value.requires_grad or name == computed]
     missing = missing or [name for name in late if isinstance(getattr(module, name), DTensor)]
     if missing:
         raise StateError(f"{type(module).__name__}: expected '{missing[0]}' as a parameter, as under the plan, got a "

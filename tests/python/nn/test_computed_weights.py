@@ -159,3 +159,15 @@ def replicated_after(rank: int, size: int, store: Any) -> None:
 
 def test_a_replicated_weight_that_is_computed_after_a_plan() -> None:
     run_ranks(replicated_after, 2, comm=False)
+
+
+def with_an_average(rank: int, size: int, store: Any) -> None:
+    mesh, x = start(rank, size, store), torch.ones(3, 8, dtype=torch.float64)
+    model = parallelize(pair(), mesh, {"0": SequenceParallel()})
+    model[0].average = model[0].weight.detach().clone()
+    compare(model, pair(), x)
+
+
+def test_tensors_that_are_not_used_are_not_refused() -> None:
+    """An average of the weights, kept as an attribute."""
+    run_ranks(with_an_average, 1, comm=False)
