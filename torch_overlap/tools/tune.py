@@ -33,14 +33,13 @@ from torch_overlap import _C, _tuning, objcol, ops
 from torch_overlap._C import InvalidValueError, TorchComm, UnsupportedError
 from torch_overlap._timing import Stopwatch, in_graph, interleave, slowest_rank
 from torch_overlap._tuning import FORMAT, KERNELS, MODES, Entry, current, load, read, shipped
+from torch_overlap.ops._arguments import group
 from torch_overlap.tools.bench.ranks import LEAD_CYCLES
 
 __all__ = ["KERNELS", "OPERATORS", "current", "entries_of_results", "load", "measure", "read", "shipped", "write"]
 
 Shape = tuple[int, int, int]
 
-# A forward pass has nothing to overlap for "bulk".
-_SKIPPED_ALGORITHMS = ("bulk",)
 _CACHE_BYTES = 128 << 20  # more than the L2 cache of current GPUs
 # Maximum relative slowdown of the simplest algorithm that is chosen.
 _MAX_SLOWDOWN = 0.01
@@ -66,17 +65,33 @@ OPERATORS = (
     "scaled_matmul_all_reduce",
     "all_to_all_matmul",
     "matmul_all_to_all",
+    "all_gather_matmul_backward",
+    "all_gather_matmul_backward_gathered",
 )
+
+
+def _backward_call(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
+    """Returns a call of the backward pass of `all_gather_matmul` with one weight, both gradients wanted. "_gathered":
+    all rows of x are here, as with return_gathered or regather."""
+    (m, n, k), size = shape, comm.get_size()
+    draw = partial(torch.randn, device=comm.get_device())
+    grad, x, weight = (draw(s).to(dtype) for s in ((m, n // size), (m // size, k), (n // size, k)))
+    rows = draw((m, k)).to(dtype) if op.endswith("_gathered") else None
+    backward = torch.ops.torch_overlap._all_gather_matmul_backward
+    return lambda a: backward([grad], x, [weight], rows, None, True, [0], *group(comm), 0, n // size, a)
 
 
 def _call(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
     """Returns a call of the operator on new inputs, by the name of an algorithm."""
-    is_scaled, name = op.startswith("scaled_"), op.removeprefix("scaled_")
+    is_backward = op.startswith("all_gather_matmul_backward")
+    is_scaled, name = op.startswith("scaled_"), "all_gather_matmul" if is_backward else op.removeprefix("scaled_")
     sizes, size = dict(zip("mnk", shape, strict=True)), comm.get_size()
     split_in_x, split_in_w, divisible = _SPLITS[name]
     for what in divisible:
         if sizes[what] % size != 0:
             raise InvalidValueError(f"tune: expected {what} of {op} divisible by the {size} ranks, got {sizes[what]}")
+    if is_backward:
+        return _backward_call(op, comm, shape, dtype)
     operands: list[Any] = []
     for dims, split in (("mk", split_in_x), ("nk", split_in_w)):
         extents = [sizes[what] // size if what in split else sizes[what] for what in dims]
@@ -243,7 +258,8 @@ def measure(
         # An algorithm that cannot run is refused on all ranks alike, before anything is sent. If the first one cannot
         # run, none can.
         with contextlib.suppress(*(() if not names else (UnsupportedError, InvalidValueError))):
-            if name not in _SKIPPED_ALGORITHMS:
+            # A forward pass has nothing to overlap for "bulk", a backward pass no kernel for few rows.
+            if name != ("low_latency" if "_backward" in op else "bulk"):
                 calls[0](name)
                 names.append(name)
     # A graph is launched while the ranks are still waiting for each other.

@@ -40,13 +40,16 @@ The file: --cache, else TORCH_OVERLAP_TUNE_CACHE, else torch_overlap/tune.json i
 Programs read the file of TORCH_OVERLAP_TUNE_CACHE, or the same default, when they make their first communicator.
 With TORCH_OVERLAP_TUNE_CACHE="" they read none.
 
+all_gather_matmul_backward is the backward pass of all_gather_matmul, by the shape of the forward product, which gathers
+x again; all_gather_matmul_backward_gathered is the one that has all rows (keep_gathered, regather, transformer blocks).
+
 Output, one line for each operator, shape and mode:
   OPERATOR MxNxK MODE: ALGORITHM TIME us, ALGORITHM TIME us, ...
   mode     eager: calls one by one, with the host's time; graph: the calls of a CUDA graph (GPUs alone)
   us       median over the rounds of the slowest rank's time of one call, fastest algorithm first
-The simplest algorithm within 1 % of the fastest is written, in the order sequential, pipelined, p2p, fused,
-low_latency. Entries hold for sizes within half a power of two, this dtype, number of ranks, GPU, mode, torch and
-torch_overlap. A line that ends with "the table that is shipped has it" has no effect: that table comes first.
+The simplest algorithm within 1 % of the fastest is written, in the order sequential, pipelined, p2p, bulk (backward
+passes), fused, low_latency. Entries hold for sizes within half a power of two, this dtype, number of ranks, GPU, mode,
+torch and torch_overlap. A line that ends with "the table that is shipped has it" has no effect: that table comes first.
 """
 
 

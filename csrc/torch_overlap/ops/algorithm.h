@@ -50,6 +50,8 @@ struct OverlapProblem {
   at::ScalarType dtype;  // dtype that is sent or summed; for 8-bit operators, the result's
   // Shape of the whole GEMM: all ranks' rows and features. Empty: no measurements exist.
   std::optional<GemmShape> global_shape = std::nullopt;
+  // The name in measurements, with static storage duration. Empty: that of the operator.
+  std::string_view measured_as{};
   int64_t chunk_rows = 0;  // rows of one rank's chunk, or of a piece
   // Capacity in bytes that the channels must have. Empty: the channel is not used.
   std::optional<int64_t> gather_bytes = std::nullopt;

@@ -141,6 +141,10 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
     return;
   }
 
+  int64_t features = 0;
+  for (const Tensor& weight : call.weights) {
+    features += weight.sym_size(0).guard_int(__FILE__, __LINE__);
+  }
   auto [x_grad, weight_grads] = all_gather_matmul_backward(
       {.grads = used_grads,
        .x = call.x,
@@ -152,6 +156,7 @@ void AllGatherMatmul::backward(Backward<AllGatherMatmul>& pass) {
        .comm = call.comm,
        .group_size = call.group_size,
        .gather_dim = dim,
+       .features = features,
        .algorithm = call.algorithm,
        .main_grads = std::move(main_grads)});
   if (x_wanted) pass.set(call.x, std::move(x_grad));

@@ -75,16 +75,22 @@ TermsOfX terms_of_x(const AllGatherMatmulBackward& call, const Tensor& own,
 
 // Does not depend on which results this rank's loss uses: ranks may differ in that, and must choose
 // the same algorithm. A rank that uses no product has the same k as for an identity alone.
+// Measurements are by the shape of the layer, apart for a pass that gathers x and one that
+// `has_rows`.
 OverlapProblem problem_of_backward(const AllGatherMatmulBackward& call, const TorchComm& comm,
-                                   const Tensor& own, bool gathers) {
+                                   const Tensor& own, bool gathers, bool has_rows) {
   const int64_t rows = own.size(0);
   const auto dtype = call.x.scalar_type();
   int64_t features = 0;
   for (const auto& weight : call.weights) features += weight.size(0);
   if (call.weights.empty()) features = own.size(1);
+  const GemmShape shape{rows * call.group_size, call.features * call.group_size, own.size(1)};
   return {
       .op = kAllGatherMatmulBackward,
       .dtype = dtype,
+      .global_shape = shape,
+      .measured_as =
+          has_rows ? "all_gather_matmul_backward_gathered" : "all_gather_matmul_backward",
       .chunk_rows = rows,
       .gather_bytes = gathers ? std::optional(gather_bytes(comm, own)) : std::nullopt,
       .reduce_scatter_bytes = call.x_wanted ? std::optional(reduce_scatter_bytes(
@@ -115,7 +121,8 @@ AllGatherMatmulBackward::Result all_gather_matmul_backward_kernel(
   // No kernel of few rows serves the gradient.
   const auto asked = call.algorithm == "low_latency" ? "sequential" : call.algorithm;
   const auto algorithm =
-      choose_algorithm(problem_of_backward(call, *comm, own, gathers), asked, comm)
+      choose_algorithm(problem_of_backward(call, *comm, own, gathers, inputs.defined()), asked,
+                       comm)
           .value_or(Algorithm::sequential);
 
   std::optional<ChannelGather> gather;

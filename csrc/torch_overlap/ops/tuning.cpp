@@ -165,8 +165,9 @@ std::optional<TunedAlgorithm> find_nearest_tuned(const OverlapProblem& problem,
                                                  bool in_graph) {
   const auto& [m, n, k] = problem.global_shape.value();
   const Sizes sizes = sizes_of(m, n, k);
+  const auto op = problem.measured_as.empty() ? problem.op : problem.measured_as;
   const auto kind =
-      kind_of(problem.op, problem.dtype, comm.size(),
+      kind_of(op, problem.dtype, comm.size(),
               shared != nullptr ? shared->device : device_name(problem, comm), in_graph);
   TuningTables& all = measured();
   const std::lock_guard lock(all.mutex);

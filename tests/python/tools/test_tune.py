@@ -101,6 +101,42 @@ def test_the_cache_decides(tmp_path, size, algorithm):
     run_ranks(auto_rank, size, algorithm, "cache", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
 
 
+def backward_rank(comm, algorithm, measured):
+    """The pass that was measured takes the algorithm, the other one that of the rule; gradients are right."""
+    me, size = comm.get_rank(), comm.get_size()
+    gen = torch.Generator().manual_seed(29)
+    xs, ws = torch.randn(size, ROWS, INNER, generator=gen), torch.randn(size, FEATURES, INNER, generator=gen)
+    grads = torch.randn(size, ROWS * size, FEATURES, generator=gen)
+    x_grad = sum(g.double() @ w.double() for g, w in zip(grads, ws, strict=True)).chunk(size)[me]
+    w_grad = grads[me].double().T @ xs.flatten(0, 1).double()
+
+    def spans_of(asked, keeps):
+        x, w = xs[me].clone().requires_grad_(), ws[me].clone().requires_grad_()
+        (y,), _ = ops.all_gather_matmul(x, [w], comm, return_gathered=keeps, algorithm=asked)
+
+        def backward():
+            x.grad, w.grad = torch.autograd.grad(y, (x, w), grads[me], retain_graph=True)
+
+        backward()  # creates the channels
+        found = spans(backward)
+        torch.testing.assert_close(x.grad.double(), x_grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(w.grad.double(), w_grad, rtol=1e-4, atol=1e-4)
+        return found
+
+    with loaded():
+        for keeps in (False, True):
+            is_measured = keeps == measured.endswith("_gathered")
+            assert spans_of("auto", keeps) == spans_of(algorithm if is_measured else "pipelined", keeps), keeps
+
+
+@pytest.mark.parametrize("measured", ["all_gather_matmul_backward", "all_gather_matmul_backward_gathered"])
+@pytest.mark.parametrize("algorithm", ["sequential", "p2p", "bulk"])
+def test_the_cache_decides_for_backward_passes(tmp_path, algorithm, measured):
+    path = tmp_path / "cache.json"
+    tune.write(path, [entry(measured, gather_shape(2), algorithm)])
+    run_ranks(backward_rank, 2, algorithm, measured, env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
+
+
 def bulk_rank(comm):
     """A forward pass has no "bulk"; biases and means stay what they are."""
     me, size = comm.get_rank(), comm.get_size()
@@ -222,7 +258,8 @@ def measure_rank(comm):
         low_latency = (
             {"low_latency"} if op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce") else set()
         )
-        assert set(found["us"]) == {"sequential", "pipelined", "p2p"} | low_latency
+        bulk = {"bulk"} if "_backward" in op else set()
+        assert set(found["us"]) == {"sequential", "pipelined", "p2p"} | low_latency | bulk
         assert found["algorithm"] in found["us"]
         assert found["device"] == "cpu"
     with pytest.raises(ValueError, match="tune: expected m of all_gather_matmul divisible by the 2 ranks, got 3"):
