@@ -22,13 +22,12 @@ __device__ __forceinline__ float exponential(float x) {
   return sizeof(T) == 4 ? expf(x) : __expf(x);
 }
 
-// The largest of some elements x, the sum of exp(x - largest), and the sum of x. An infinite
-// largest element or a NaN makes the first sum NaN, as it is by the formula.
+// The largest of some elements x, and the sum of exp(x - largest). An infinite largest element or a
+// NaN makes the sum NaN, as it is by the formula.
 template <typename T>
 struct Terms {
   float largest = kLowest;
   float exponentials = 0;
-  float sum = 0;
 
   // Returns what is subtracted from elements: 0 if all are -inf, whose exponentials are 0.
   __device__ __forceinline__ static float base(float largest) {
@@ -43,7 +42,6 @@ struct Terms {
     for (int i = 0; i < n; ++i) {
       values[i] = widen(pack.values[i]);
       found = fmaxf(found, values[i]);
-      sum += values[i];
     }
     if (found > largest) {
       exponentials *= exponential<T>(largest - found);
@@ -58,7 +56,6 @@ struct Terms {
     exponentials = exponentials * exponential<T>(largest - base(both)) +
                    other.exponentials * exponential<T>(other.largest - base(both));
     largest = both;
-    sum += other.sum;
   }
 
   __device__ __forceinline__ void merge_warp() {
@@ -67,7 +64,6 @@ struct Terms {
       Terms other;
       other.largest = __shfl_down_sync(~0U, largest, offset);
       other.exponentials = __shfl_down_sync(~0U, exponentials, offset);
-      other.sum = __shfl_down_sync(~0U, sum, offset);
       merge(other);
     }
   }
@@ -89,21 +85,41 @@ __global__ void __launch_bounds__(kThreads)
   for (unsigned int i = threadIdx.x; i < count; i += kThreads) terms.add(packs[i]);
   terms.merge_warp();
   __shared__ Terms<T> of_warps[kWarps];
+  __shared__ float largest_of_row;
   if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = terms;
   __syncthreads();
-  if (threadIdx.x >= kWarp) return;
-  terms = threadIdx.x < kWarps ? of_warps[threadIdx.x] : Terms<T>();
-  terms.merge_warp();
-  if (threadIdx.x != 0) return;
-  const int64_t own = p.own[row];
-  const bool is_held = own >= 0 && own < p.features;
-  out[row] = terms.largest;
-  out[p.rows + row] = terms.exponentials;
-  out[2 * p.rows + row] = is_held ? widen(row_of<T>(p, row)[own]) : 0.0F;
-  if (with_sum) {
-    const float shift = static_cast<float>(p.features) * terms.largest;
-    out[3 * p.rows + row] = terms.largest == kLowest ? kLowest : terms.sum - shift;
+  if (threadIdx.x < kWarp) {
+    terms = threadIdx.x < kWarps ? of_warps[threadIdx.x] : Terms<T>();
+    terms.merge_warp();
   }
+  if (threadIdx.x == 0) {
+    const int64_t own = p.own[row];
+    const bool is_held = own >= 0 && own < p.features;
+    out[row] = terms.largest;
+    out[p.rows + row] = terms.exponentials;
+    out[2 * p.rows + row] = is_held ? widen(row_of<T>(p, row)[own]) : 0.0F;
+    largest_of_row = terms.largest;
+  }
+  if (!with_sum) return;
+  __syncthreads();
+  // Differences are added: those of large logits are exact, and their own sum would overflow.
+  const float largest = largest_of_row;
+  float sum = 0;
+  for (unsigned int i = threadIdx.x; i < count; i += kThreads) {
+    const auto pack = packs[i];
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) sum += widen(pack.values[j]) - largest;
+  }
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    sum += __shfl_down_sync(~0U, sum, offset);
+  }
+  __shared__ float sums[kWarps];
+  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int warp = 1; warp < kWarps; ++warp) sum += sums[warp];
+  out[3 * p.rows + row] = largest == kLowest ? kLowest : sum;
 }
 
 template <typename T, int kElements>
