@@ -117,6 +117,8 @@ def check_refused(rank, size, store):
             wrap(plan_over(mesh)[1], device_mesh=mesh["dp"])(x)
     with pytest.raises(to.StateError, match=advice):
         replicate(plan_over(mesh)[1], process_group=dp)(x)
+    # torch compiles as for the model whose forward pass raised, until another one has passed.
+    replicate(nn.Linear(FEATURES, 1, dtype=torch.float64), process_group=dp)(x)
     dist.destroy_process_group()
 
 
