@@ -5,7 +5,7 @@
 A ParallelTransformerBlock with sequence parallelism in bf16, with its gradients of norms summed at the end.
 
 ours: by algorithms of the operators, each also with changes: "p2p+kept" keeps the gathered rows for the backward pass,
-"p2p+silu" and "p2p+norms" compute the gated activation, or norms and residuals, by torch's kernels, "p2p+mesh" has
+"p2p+silu" and "p2p+norms" compute the gated activation, or the norms, by torch's kernels, "p2p+mesh" has
 parameters that are DTensors of a DeviceMesh, and with --accumulate, where gradients are added to those of the step
 before, "p2p+main_grad" lets the products add them to float32 buffers. nccl: sequential, with no kernel of ours in the
 collectives; torch fused: the same as nccl with the products of torch's async tensor parallelism, "joined" with one

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from torch_overlap._C import TorchComm
 from torch_overlap.nn._initialize import Init
-from torch_overlap.nn._norm import RMSNorm, takes_residual
+from torch_overlap.nn._norm import RMSNorm
 from torch_overlap.nn._parallel_linear import LayerOptions, per_rank
 from torch_overlap.nn.layout import mark_replicated, ranks_of
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -228,10 +228,5 @@ class ParallelTransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Returns the output, valid on the current stream. `rotate`: as for ParallelSelfAttention."""
-        y = self.attention(self.attention_norm(x), rotate)
-        if takes_residual(self.mlp_norm):
-            y, x = self.mlp_norm(y, x)
-        else:
-            x = x + y
-            y = self.mlp_norm(x)
-        return x + self.mlp(y)  # type: ignore[no-any-return]
+        x = x + self.attention(self.attention_norm(x), rotate)
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
