@@ -10,11 +10,12 @@ kernel of ours in the collectives; else the same. torch compiled, torch async TP
 (benchmarks/torch_llama.py), the latter with products fused with collectives. They are not captured, so "+eager" shows
 what is not due to the graph; gradients of their embedding are dense.
 
-All take turns in a round; a sample is that of the slowest rank. The loss of the first step is compared with nccl's.
-Rows have the time over that at the peak of bfloat16 products (causal attention counted half, nothing recomputed), the
-memory that a trainer takes from torch's allocator at its peak, where the time goes, and the floor, measured in the same
-rounds: that of the layers (layer.py), the products of the head, and the bytes of the optimizer at the rate of a copy.
-Failures of torch are listed with the reason. Without a GPU it only checks, on gloo with --tiny, that it runs.
+All are in memory at once and take turns in a round; a sample is that of the slowest rank. The loss of the first step is
+compared with nccl's. Rows have the time over that at the peak of bfloat16 products (causal attention counted half,
+nothing recomputed), the memory that a trainer takes from torch's allocator at its peak, where the time goes, and the
+floor, measured in the same rounds: that of the layers (layer.py), the products of the head, and the bytes of the
+optimizer at the rate of a copy. Failures of torch are listed with the reason. Without a GPU it only checks, on gloo
+with --tiny, that it runs.
 """
 
 from __future__ import annotations
