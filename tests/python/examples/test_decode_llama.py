@@ -15,8 +15,9 @@ DECODE_LLAMA = Path(EXAMPLES) / "decode_llama.py"
 
 
 def run(*options, ranks=2):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-               str(DECODE_LLAMA), "--device", "cpu", *options]  # fmt: skip
+    """Runs the program by torchrun; without ranks by itself."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    command = [sys.executable, *launch, str(DECODE_LLAMA), "--device", "cpu", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
@@ -30,11 +31,11 @@ def test_tokens_are_those_of_one_rank():
 
 
 def test_options_that_do_not_fit_are_refused():
-    done = run("--new", "0", ranks=1)
+    done = run("--new", "0", ranks=0)
     assert "expected --new of at least 1, got 0" in done.stderr
-    done = run("--batches", "2,0", ranks=1)
+    done = run("--batches", "2,0", ranks=0)
     assert "expected --batches of at least 1, got 0" in done.stderr
-    done = run("--sums", "torch", ranks=1)
+    done = run("--sums", "torch", ranks=0)
     assert "expected --sums without torch on cpu" in done.stderr
 
 
