@@ -1,0 +1,84 @@
+"""Hooks of modules, and parameters that change or are copied between the forward and the backward pass.
+
+Each case is compared with the unsharded model, in fp64.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from llama_cases import SEQUENCE, VOCABULARY, Llama, plan, start
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import torch_overlap as to
+from torch_overlap import nn as tnn
+from torch_overlap.nn.styles import parallelize
+from torch_overlap.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+FEATURES, HEADS, HIDDEN, ROWS, BATCH = 8, 2, 16, 4, 2
+
+
+def block_of(comm: Any, seed: int, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    return tnn.ParallelTransformerBlock(FEATURES, HEADS, HIDDEN, comm, activation="swiglu", dtype=torch.float64,
+                                        **options)  # fmt: skip
+
+
+def rows(comm: to.TorchComm, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(ROWS, BATCH, FEATURES, dtype=torch.float64, generator=generator)
+    return whole.chunk(comm.get_size())[comm.get_rank()].clone().requires_grad_()
+
+
+def whole_grads(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            for name, p in module.named_parameters()}  # fmt: skip
+
+
+def llamas(mesh: Any, seed: int, sequence_parallel: bool) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(seed)
+    whole = Llama(6, True).double()
+    return parallelize(copy.deepcopy(whole), mesh, plan(sequence_parallel)), whole
+
+
+def train(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=generator)
+    F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+
+
+def same_gradients(model: nn.Module, whole: nn.Module) -> None:
+    got = whole_grads(model)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad)
+
+
+# --- Hooks --------------------------------------------------------------------------------------------
+
+
+def hooked_projections(comm: to.TorchComm, seed: int) -> None:
+    """Hooks of the layer with gate and up get the list that its class documents."""
+    mlp = tnn.ParallelMLP(FEATURES, HIDDEN, comm, activation="swiglu", dtype=torch.float64)
+    x = rows(comm, seed)
+    gate, up = mlp.up(x)
+    want = mlp.down(F.silu(2 * gate) * (2 * up))
+    want.square().sum().backward()
+    expected, found = whole_grads(mlp), x.grad
+    mlp.zero_grad()
+    x.grad = None
+    mlp.up.register_forward_hook(lambda _, args, outputs: [2 * y for y in outputs])
+    got = mlp(x)
+    torch.testing.assert_close(got, want)
+    got.square().sum().backward()
+    torch.testing.assert_close(whole_grads(mlp), expected)
+    torch.testing.assert_close(x.grad, found)
+
+
+def test_hooks_of_gate_and_up_get_a_list(seed: int) -> None:
+    run_ranks(hooked_projections, 2, seed)
