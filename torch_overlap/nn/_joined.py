@@ -40,9 +40,13 @@ def rejoin(parameters: Sequence[Tensor], mesh: DeviceMesh | None = None) -> None
     if not are_joined(parts):
         places = torch.cat([part.detach() for part in parts]).split([part.size(0) for part in parts])
         for part, place in zip(parts, places, strict=True):
-            own = _joined_memory([place])
-            if own is not None:  # it has memory
-                part.data = own
+            part.data = _with_own_storage(place)
+
+
+def _with_own_storage(part: Tensor) -> Tensor:
+    """Returns a tensor of the same memory that begins where its storage does, as copies of a DTensor require."""
+    own = _joined_memory([part]) if part.is_contiguous() else None
+    return part if own is None else own  # None: it has no memory
 
 
 def are_joined(parameters: Sequence[Tensor]) -> bool:
@@ -88,4 +92,6 @@ class _Join(torch.autograd.Function):
         if grad is None:  # it was added to main_grad
             return (None,) * len(ctx.sizes)
         parts: tuple[Tensor, ...] = grad.split(ctx.sizes)
-        return parts
+        if torch.is_grad_enabled() or torch._C._functorch.is_functorch_wrapped_tensor(grad):
+            return parts
+        return tuple(_with_own_storage(part) for part in parts)

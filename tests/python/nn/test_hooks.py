@@ -82,3 +82,23 @@ def hooked_projections(comm: to.TorchComm, seed: int) -> None:
 
 def test_hooks_of_gate_and_up_get_a_list(seed: int) -> None:
     run_ranks(hooked_projections, 2, seed)
+
+
+# --- Copies -------------------------------------------------------------------------------------------
+
+
+def copied_with_gradients(rank: int, size: int, store: Any, seed: int) -> None:
+    mesh = start(rank, size, store)
+    model, whole = llamas(mesh, seed, True)
+    train(model, seed)
+    train(whole, seed)
+    copied = copy.deepcopy(model)
+    same_gradients(copied, whole)
+    for one in (copied, model, whole):  # gradients of both accumulate
+        train(one, seed + 1)
+    same_gradients(copied, whole)
+    same_gradients(model, whole)
+
+
+def test_a_model_over_a_mesh_is_copied_with_its_gradients(seed: int) -> None:
+    run_ranks(copied_with_gradients, 2, seed, comm=False)
