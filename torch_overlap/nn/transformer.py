@@ -16,7 +16,7 @@ from torch_overlap._C import TorchComm
 from torch_overlap.nn._initialize import Init
 from torch_overlap.nn._norm import RMSNorm
 from torch_overlap.nn._parallel_linear import LayerOptions, per_rank
-from torch_overlap.nn.layout import mark_replicated, ranks_of
+from torch_overlap.nn.layout import mark_replicated, ranks_of, replicate
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.ops.gemm import swiglu
 
@@ -232,6 +232,9 @@ class ParallelTransformerBlock(nn.Module):
         if options.get("sequence_parallel", True):
             mark_replicated(self.attention_norm, comm)
             mark_replicated(self.mlp_norm, comm)
+        elif isinstance(comm, DeviceMesh):  # DTensors, as all parameters of the block
+            replicate(self.attention_norm, ranks, comm, is_partial=False)
+            replicate(self.mlp_norm, ranks, comm, is_partial=False)
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Returns the output, valid on the current stream. `rotate`: as for ParallelSelfAttention."""

@@ -102,3 +102,27 @@ def copied_with_gradients(rank: int, size: int, store: Any, seed: int) -> None:
 
 def test_a_model_over_a_mesh_is_copied_with_its_gradients(seed: int) -> None:
     run_ranks(copied_with_gradients, 2, seed, comm=False)
+
+
+# --- A block over a mesh ------------------------------------------------------------------------------
+
+
+def clipped_block(rank: int, size: int, store: Any, seed: int) -> None:
+    mesh = start(rank, size, store)
+    block = block_of(mesh["tp"], seed, sequence_parallel=False, norm="rms", norm_eps=1e-5)
+    single = block_of(to.new_comm("fake", "cpu", "single", rank=0, size=1), seed, sequence_parallel=False, norm="rms",
+                      norm_eps=1e-5)  # fmt: skip
+    assert all(isinstance(parameter, DTensor) for parameter in block.parameters())
+    x = torch.randn(ROWS, BATCH, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    norms = []
+    for one in (block, single):
+        one(x).square().sum().backward()
+        nn.utils.clip_grad_value_(one.parameters(), 0.5, foreach=True)
+        norm = nn.utils.clip_grad_norm_(one.parameters(), 0.3, foreach=True)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    torch.testing.assert_close(*norms)
+    torch.testing.assert_close(whole_grads(block), whole_grads(single))
+
+
+def test_a_block_without_sequence_parallelism_has_dtensors(seed: int) -> None:
+    run_ranks(clipped_block, 2, seed, comm=False)
