@@ -21,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from torch_overlap import ops
 from torch_overlap._C import StateError, TorchComm
 from torch_overlap._c10d import comm_from_group
+from torch_overlap.nn._changes import watch_changes
 from torch_overlap.nn._computed import expect_no_hooks, expect_parameters, wrong_layout
 from torch_overlap.ops._arguments import group
 
@@ -234,10 +235,14 @@ class _LocalForward(nn.Module):
         own = [(module, {name: p for name, p in module._parameters.items() if p is not None}) for module in readable]
         try:
             vars(self)[_IS_LOCAL] = True
+            parts = []
             for module, parameters in own:
-                for name in parameters:
-                    module._parameters[name] = local_parameter(module, name)  # type: ignore[assignment]
-            return super().forward(*args, **kwargs)
+                for name, parameter in parameters.items():
+                    module._parameters[name] = part = local_parameter(module, name)  # type: ignore[assignment]
+                    parts.append((parameter, part))
+            outputs = super().forward(*args, **kwargs)
+            watch_changes(parts, outputs)
+            return outputs
         finally:
             vars(self)[_IS_LOCAL] = False
             for module, parameters in own:

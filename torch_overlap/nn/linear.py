@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_overlap import ops
 from torch_overlap._C import TorchComm
+from torch_overlap.nn._changes import watch_changes
 from torch_overlap.nn._float8 import column_parallel_linear, row_parallel_linear
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
 from torch_overlap.nn._joined import are_joined, joined, rejoin
@@ -167,8 +168,10 @@ class ColumnParallelLinear(ParallelLinear):
             joined: if True and one product computes several outputs, returns them side by side in one tensor.
         """
         self._expect_no_tangent(x)
-        weights, main_grads = self._with_main_grads(x, [name for name, _ in self._names], self.weights)
+        parts = self.weights
+        weights, main_grads = self._with_main_grads(x, [name for name, _ in self._names], parts)
         outputs = self._products(x, weights, self.biases, main_grads, joined and not self.gather_output)
+        watch_changes(zip([getattr(self, weight) for weight, _ in self._names], parts, strict=True), outputs)
         is_whole = isinstance(self.out_features, list) and len(outputs) == len(self._names)
         return outputs if is_whole else outputs[0]
 
@@ -345,7 +348,14 @@ class RowParallelLinear(ParallelLinear):
             x = local_shard(x, -1, self.comm)
         weight, bias = self._local()
         self._expect_features(x, [weight])
+        part = weight
         (weight,), main_grads = self._with_main_grads(x, ["weight"], [weight])
+        y = self._product(x, weight, bias, main_grads, regather)
+        watch_changes([(self.weight, part)], y)
+        return y
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, main_grads: Sequence[Tensor],
+                 regather: Tensor | None) -> Tensor:  # fmt: skip
         if self.float8 is not None:
             self._require_fused_float8("scaled_matmul_reduce_scatter", x, self.out_features)
             dim = self.scatter_dim if self.sequence_parallel else None

@@ -126,3 +126,56 @@ def clipped_block(rank: int, size: int, store: Any, seed: int) -> None:
 
 def test_a_block_without_sequence_parallelism_has_dtensors(seed: int) -> None:
     run_ranks(clipped_block, 2, seed, comm=False)
+
+
+# --- Parameters that change between forward and backward ------------------------------------------------
+
+
+def changed_llama(rank: int, size: int, store: Any, seed: int, sequence_parallel: bool) -> None:
+    mesh = start(rank, size, store)
+    model, whole = llamas(mesh, seed, sequence_parallel)
+    layer = "layers.1."
+    names = ("attention.wq", "attention.wv", "attention.wo", "feed_forward.w3", "feed_forward.w2", "ffn_norm")
+    for name in [f"{layer}{name}.weight" for name in names] + ["norm.weight", "output.weight"]:
+        for trains in (True, False):
+            for one in (model, whole):
+                parameter = one.get_parameter(name).requires_grad_(trains)
+                loss = one(torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)).sum()
+                with torch.no_grad():
+                    parameter.mul_(2)
+                with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|inplace)"):
+                    loss.backward()
+                parameter.requires_grad_(True)
+    for one in (model, whole):  # these products do not read what changes
+        one.zero_grad()
+        y = one(torch.zeros(BATCH, SEQUENCE, dtype=torch.int64))
+        with torch.no_grad():
+            one.tok_embeddings.weight.mul_(2)
+            one.output.bias.mul_(2) if one.output.bias is not None else None
+            one.layers["0"].attention.wo.bias.mul_(2)
+        y.square().sum().backward()
+    same_gradients(model, whole)
+    for one in (model, whole):  # and all is well afterwards
+        one.zero_grad()
+        train(one, seed)
+        torch.optim.SGD(one.parameters(), 1e-2, foreach=True).step()
+        train(one, seed + 1)
+    same_gradients(model, whole)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_parameter_that_changes_before_the_backward_pass_is_found(seed: int, sequence_parallel: bool) -> None:
+    run_ranks(changed_llama, 2, seed, sequence_parallel, comm=False, timeout=120)
+
+
+def changed_norm(comm: to.TorchComm, seed: int) -> None:
+    block = block_of(comm, seed)
+    y = block(rows(comm, seed))
+    with torch.no_grad():
+        block.mlp_norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_replicated_norm_that_changes_before_the_backward_pass_is_found(seed: int) -> None:
+    run_ranks(changed_norm, 2, seed)

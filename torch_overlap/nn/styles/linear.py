@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_overlap.nn._changes import watch_changes
 from torch_overlap.nn._joined import are_joined, rejoin
 from torch_overlap.nn.layout import comm_of, layout_of
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -161,6 +162,7 @@ class _Gather:
             biases = [bias for layer in self.layers for bias in layer.biases]
             first = self.layers[0]
             self.outputs = first._products(self.input, weights, biases)
+            watch_changes(zip(self.groups()[0], weights, strict=True), self.outputs)
             if first.sequence_parallel:
                 self.outputs = [self.sequence.trim(y, first.gather_dim) for y in self.outputs]
         return self.outputs[index]
