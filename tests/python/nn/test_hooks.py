@@ -84,6 +84,47 @@ def test_hooks_of_gate_and_up_get_a_list(seed: int) -> None:
     run_ranks(hooked_projections, 2, seed)
 
 
+def scaled(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(grad if grad is None else 2 * grad for grad in grads)
+
+
+def add_hook(module: nn.Module, kind: str) -> None:
+    if kind == "full":
+        module.register_full_backward_hook(lambda _, inputs, outputs: scaled(inputs))
+    elif kind == "pre":
+        module.register_full_backward_pre_hook(lambda _, outputs: scaled(outputs))
+    elif kind == "forward":
+        module.register_forward_hook(lambda _, args, y: 2 * y)
+    else:
+        module.register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
+
+
+def shared_gather(rank: int, size: int, store: Any, seed: int) -> None:
+    mesh = start(rank, size, store)
+    for kind in ("pre", "forward", "full", "forward_pre"):
+        for name in ("attention", "attention.wk", "attention.wo", "feed_forward", "feed_forward.w1"):
+            reads_input = kind in ("full", "forward_pre") and name != "attention.wo"
+            for sequence_parallel in (False,) if reads_input else (False, True):
+                models = llamas(mesh, seed, sequence_parallel)
+                for one in models:
+                    add_hook(one.layers["1"].get_submodule(name), kind)
+                    train(one, seed)
+                same_gradients(*models)
+    # With sequence parallelism the argument of the parent and of its linears is a placeholder.
+    model, _ = llamas(mesh, seed, True)
+    seen = []
+    for name in ("attention", "attention.wq"):
+        module = model.layers["0"].get_submodule(name)
+        module.register_full_backward_hook(lambda _, inputs, outputs: seen.append((inputs[0], outputs[0].isfinite())))
+    with pytest.warns(UserWarning, match="Full backward hook is firing"):
+        train(model, seed)
+    assert [inputs is None and bool(finite.all()) for inputs, finite in seen] == [True, True]
+
+
+def test_hooks_of_linears_that_share_a_gather(seed: int) -> None:
+    run_ranks(shared_gather, 2, seed, comm=False, timeout=120)
+
+
 # --- Copies -------------------------------------------------------------------------------------------
 
 

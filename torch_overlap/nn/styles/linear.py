@@ -172,7 +172,10 @@ class _SharedColumn(ColumnParallelLinear):
     shared: _Gather
     index: int
 
-    def forward(self, x: Tensor, joined: bool = False) -> Tensor:
+    def forward(self, x: Tensor, joined: bool = False) -> Any:
+        # Nothing was gathered: a hook may give the linear a tensor of its own.
+        if not self.sequence_parallel and self.shared.input is not None and x is not self.shared.input:
+            return super().forward(x)
         return self.shared.output(self.index, x)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -207,7 +210,8 @@ class SharedGather(Style):
         argument: the name of the module's first argument, if it is passed by name.
         others: as for ColumnParallel.
 
-    Raises: as ColumnParallel; ValueError in forward if a linear gets another tensor.
+    Raises: as ColumnParallel; with sequence_parallel ValueError in forward if a linear gets another tensor. Without it
+        such a linear computes by itself.
     """
 
     def __init__(self, *names: str, sequence_parallel: bool = True, sequence_dim: int = 1, multiple_of: int = 1,
