@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import torch_overlap as to
 from torch_overlap import nn as tnn
-from torch_overlap.nn.styles import parallelize
+from torch_overlap.nn.styles import VocabularyParallel, parallelize
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -123,6 +123,37 @@ def shared_gather(rank: int, size: int, store: Any, seed: int) -> None:
 
 def test_hooks_of_linears_that_share_a_gather(seed: int) -> None:
     run_ranks(shared_gather, 2, seed, comm=False, timeout=120)
+
+
+def split_embedding(rank: int, size: int, store: Any, seed: int, when: str) -> None:
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole = nn.Sequential(nn.Embedding(8, 4, padding_idx=5), nn.Linear(4, 8)).double()
+    seen: dict[str, list[Tensor]] = {"own": [], "all": []}
+
+    def hook(model: nn.Module, to_list: list[Tensor]) -> None:
+        model[0].register_forward_pre_hook(lambda _, args: ((args[0] + 1) % 8,))
+        model[0].register_forward_pre_hook(lambda _, args: to_list.append(args[0]))
+        model[0].register_forward_hook(lambda _, args, y: y - y.mean(1, keepdim=True))  # of all tokens
+
+    model = copy.deepcopy(whole)
+    hook(whole, seen["all"])
+    if when == "before":
+        hook(model, seen["own"])
+    parallelize(model, mesh, {"0": VocabularyParallel()})
+    if when == "after":
+        hook(model, seen["own"])
+    tokens = torch.arange(8).view(2, 4)
+    torch.testing.assert_close(model(tokens), whole(tokens))
+    torch.testing.assert_close(seen["own"], seen["all"])
+    for one in (model, whole):
+        one(tokens).square().sum().backward()
+    same_gradients(model, whole)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_a_split_embedding_see_all_tokens(seed: int, when: str) -> None:
+    run_ranks(split_embedding, 2, seed, when, comm=False)
 
 
 # --- Copies -------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_overlap import ops
 from torch_overlap._C import StateError, TorchComm
 from torch_overlap.nn._computed import expect_own_weight
-from torch_overlap.nn.layout import ParameterLayout, comm_of, compute_locally, replace_parameter, set_layout
+from torch_overlap.nn.layout import ParameterLayout, comm_of, compute_locally, layout_of, replace_parameter, set_layout
 from torch_overlap.nn.styles.base import Style
 
-_FOREIGN = "_foreign_tokens"  # of a module: during its forward, True for tokens of other ranks
+_ROWS = "_own_rows"  # of a module: the first row of this rank, the number of its rows, and of ranks
 _COMPARED = "_compared_tokens"  # of a module: number of forward passes whose tokens were compared
 _COMPARISONS = 3
 
@@ -64,35 +64,43 @@ class VocabularyParallel(Style):
         embedding.weight = nn.Parameter(part, requires_grad=whole.requires_grad)
         set_layout(embedding, ParameterLayout(comm, {"weight": 0}, mesh=device_mesh))
         replace_parameter(embedding, "weight", whole)
+        module.__class__ = _own_class(type(module))
         compute_locally(embedding)
-        rows = part.size(0)
-        first = rank * rows
-        padding = embedding.padding_idx  # its row gets no gradient, on the rank that has it
-        own_padding = None if padding is None or not 0 <= padding - first < rows else padding - first
-
-        # The hooks use the module that they are passed: copy.deepcopy shares them with its copy.
-        def to_own(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            tokens = args[0] if args else kwargs["input"]
-            _expect_same_tokens(module, tokens, comm)
-            own = tokens - first
-            # A token outside of the vocabulary stays so, and the lookup raises.
-            outside = ((own < 0) | (own >= rows)) & (tokens >= 0) & (tokens < rows * size)
-            setattr(module, _FOREIGN, outside)
-            module.padding_idx = own_padding  # type: ignore[assignment]  # during forward
-            return (own.masked_fill(outside, 0), *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}
-
-        def restore(module: nn.Module, *_: object) -> None:
-            module.padding_idx = padding  # type: ignore[assignment]
-
-        def add(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-            foreign = getattr(module, _FOREIGN)
-            delattr(module, _FOREIGN)  # Dynamo traces no vars(module).pop()
-            return ops.all_reduce(y.masked_fill(foreign.unsqueeze(-1), 0), comm, grad="I")
-
-        embedding.register_forward_pre_hook(to_own, with_kwargs=True)
-        embedding.register_forward_hook(restore, always_call=True)
-        embedding.register_forward_hook(add)
+        vars(embedding)[_ROWS] = rank * part.size(0), part.size(0), size
         return module
+
+
+class _OwnTokens(nn.Module):
+    """The mixin of a split embedding. Hooks see all tokens and the summed result, as on one rank."""
+
+    padding_idx: int | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        tokens = args[0] if args else kwargs.pop("input")
+        layout, (first, rows, size) = layout_of(self), vars(self)[_ROWS]
+        assert layout is not None
+        _expect_same_tokens(self, tokens, layout.comm)
+        own = tokens - first
+        # A token outside of the vocabulary stays so, and the lookup raises.
+        foreign = ((own < 0) | (own >= rows)) & (tokens >= 0) & (tokens < rows * size)
+        padding = self.padding_idx  # its row gets no gradient, on the rank that has it
+        own_padding = None if padding is None or not 0 <= padding - first < rows else padding - first
+        try:
+            self.padding_idx = own_padding
+            y = super().forward(own.masked_fill(foreign, 0), *args[1:], **kwargs)
+        finally:
+            self.padding_idx = padding
+        return ops.all_reduce(y.masked_fill(foreign.unsqueeze(-1), 0), layout.comm, grad="I")
+
+
+_own_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _own_class(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls not in _own_classes:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _own_classes[cls] = type(cls.__name__, (_OwnTokens, cls), names)
+    return _own_classes[cls]
 
 
 @torch.no_grad()
