@@ -141,3 +141,38 @@ def by_module(rank: int, size: int, store: Any) -> None:
 
 def test_parallelize_module_pads_no_sequence() -> None:
     run_ranks(by_module, 2, comm=False)
+
+
+class Repeated(nn.Module):
+    """One block that runs twice, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Identity()
+        self.block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8))
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        return self.head(self.block(self.block(x)))
+
+
+def repeated(rank: int, size: int, store: Any, seed: int) -> None:
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole = Repeated().double()
+    plan = {"begin": ShardInput(), "block.0": SequenceParallel(), "block.1": ColumnParallel(),
+            "block.2": RowParallel(), "head": ColumnParallel(gather_output=True)}  # fmt: skip
+    model = parallelize(copy.deepcopy(whole), mesh, plan)
+    for length in (6, 5):
+        x = torch.randn(2, length, 8, dtype=torch.float64)
+        results = [one(x) for one in (model, whole)]
+        torch.testing.assert_close(*results)
+        for y in results:
+            y.square().sum().backward()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
+def test_a_block_that_runs_twice_after_the_split(seed: int) -> None:
+    run_ranks(repeated, 2, seed, comm=False)
