@@ -45,7 +45,10 @@ def rejoin(parameters: Sequence[Tensor], mesh: DeviceMesh | None = None) -> None
 
 def _with_own_storage(part: Tensor) -> Tensor:
     """Returns a tensor of the same memory that begins where its storage does, as copies of a DTensor require."""
-    own = _joined_memory([part]) if part.is_contiguous() else None
+    try:
+        own = _joined_memory([part]) if part.is_contiguous() else None
+    except RuntimeError:  # a batch of vmap has no address
+        return part
     return part if own is None else own  # None: it has no memory
 
 
@@ -92,6 +95,6 @@ class _Join(torch.autograd.Function):
         if grad is None:  # it was added to main_grad
             return (None,) * len(ctx.sizes)
         parts: tuple[Tensor, ...] = grad.split(ctx.sizes)
-        if torch.is_grad_enabled() or torch._C._functorch.is_functorch_wrapped_tensor(grad):
+        if torch.is_grad_enabled():
             return parts
         return tuple(_with_own_storage(part) for part in parts)
