@@ -5,10 +5,10 @@
 The model of a preset with a few layers, embedding and head included: forward, backward, gradients of micro-batches,
 clipping, AdamW on float32 weights; in bfloat16, with sequence parallelism.
 
-ours: by algorithms of the operators, in one CUDA graph; "+eager" is the same trainer without. nccl: sequential, with no
+ours: by algorithms of the operators, in one CUDA graph, and by the same trainer eagerly. nccl: sequential, with no
 kernel of ours in the collectives; else the same. torch compiled, torch async TP: DTensor, every layer compiled
-(benchmarks/torch_llama.py), the latter with products fused with collectives. They are not captured, so "+eager" shows
-what is not due to the graph; gradients of their embedding are dense.
+(benchmarks/torch_llama.py), the latter with products fused with collectives. They are not captured, so our eager rows
+show what is not due to the graph; gradients of their embedding are dense.
 
 All are in memory at once and take turns in a round; a sample is that of the slowest rank. The loss of the first step is
 compared with nccl's. Rows have the time over that at the peak of bfloat16 products (causal attention counted half,
@@ -47,7 +47,7 @@ from torch_overlap.tools.bench.ranks import ENVIRONMENT, Ranks
 
 LEAD_CYCLES = 1_000_000
 ALGORITHMS = "auto,p2p"
-EAGER = "+eager"
+EAGER = " eager"
 TORCH = {"torch compiled": False, "torch async TP": True}  # name -> async_tp
 # Bytes that AdamW reads and writes for a parameter: gradient, weight, two moments, and the 16-bit copy of the weight.
 OPTIMIZER_BYTES = 4 + 8 + 8 + 8 + 2
@@ -79,14 +79,15 @@ class StepVariants:
             if reason := ranks.try_on_all_ranks(partial(self.add, name, make)):
                 self.missing[name] = reason
                 self.trainers.pop(name, None)
-        parts = layer_floor.parts_of(shape, ranks.size, args.batch // args.accumulate, ranks.device,
-                                     self.options["dtype"])  # fmt: skip
-        self.parts = parts
+        batch, dtype = args.batch // args.accumulate, self.options["dtype"]
+        self.parts = layer_floor.parts_of(shape, ranks.size, batch, ranks.device, dtype)
+        head = (shape.hidden, shape.vocabulary // ranks.size)
+        self.head = layer_floor.products_of(shape.sequence * batch, [head], ranks.device, dtype)
 
     def add(self, name: str, make: Callable[[], LlamaTrainer]) -> None:
         """Makes a trainer and takes it past its capture. The loss of its first step must be nccl's."""
         gc.collect()
-        before = self.memory(reset=True)
+        before = self.fresh_memory()
         trainer = make()
         for step in range(EAGER_STEPS + 1):
             trainer.train_step(step)
@@ -98,27 +99,13 @@ class StepVariants:
         self.trainers[name] = trainer
         self.peak_bytes[name] = torch.cuda.max_memory_allocated() - before if self.is_cuda else 0
 
-    def memory(self, reset: bool) -> int:
+    def fresh_memory(self) -> int:
+        """Returns the bytes in use, from which a new peak is counted."""
         if not self.is_cuda:
             return 0
         torch.cuda.empty_cache()
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-
-    def head(self) -> Callable[[], object]:
-        """Returns the three products of the head, of a micro-batch."""
-        rows = self.shape.sequence * self.args.batch // self.args.accumulate
-        n, k = self.shape.vocabulary // self.ranks.size, self.shape.hidden
-        x, w, y = (torch.randn(size, device=self.ranks.device, dtype=self.options["dtype"])
-                   for size in ((rows, k), (n, k), (rows, n)))  # fmt: skip
-
-        def products() -> None:
-            torch.mm(x, w.t())
-            torch.mm(y, w)
-            torch.mm(y.t(), x)
-
-        return products
 
     def measure(self) -> Samples:
         run: dict[str, Callable[[], object]] = {}
@@ -128,7 +115,7 @@ class StepVariants:
                 trainer.compute()
                 run[name + EAGER] = trainer.compute
         self.is_captured = {name: self.is_cuda and name not in TORCH and not name.endswith(EAGER) for name in run}
-        calls: dict[str, Callable[[], object]] = {**self.parts.calls(), "head": self.head()}
+        calls: dict[str, Callable[[], object]] = {**self.parts.calls(), "head": self.head}
         if self.is_cuda:
             for name, call in calls.items():
                 call()
@@ -145,9 +132,8 @@ class StepVariants:
         times = {name: spread_of(samples[name]).median for name in ("products", "attention", "copy", "head")}
         layer = self.parts.floor_us(times["products"], times["attention"], times["copy"])
         held = self.shape.layers * self.shape.layer_parameters + 2 * self.shape.vocabulary * self.shape.hidden
-        rate = 2 * layer_floor.COPY_BYTES / times["copy"] if self.is_cuda else 2 * (1 << 16) / times["copy"]
         layers, head = (self.args.accumulate * us for us in (self.shape.layers * layer, times["head"]))
-        optimizer = OPTIMIZER_BYTES * held / self.ranks.size / rate
+        optimizer = layer_floor.us_of_bytes(OPTIMIZER_BYTES * held / self.ranks.size, times["copy"])
         return {"us": layers + head + optimizer, "layers_us": layers, "head_us": head, "optimizer_us": optimizer}
 
 

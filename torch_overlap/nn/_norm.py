@@ -9,7 +9,7 @@ _ops = torch.ops.torch_overlap
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm, which on a GPU computes its result and its gradients by one kernel each.
+    """nn.RMSNorm, which on a GPU computes its result by one kernel and its gradients by two.
 
     Under torch.compile, which fuses torch's operators itself, under autocast and without an eps it is torch's own.
     """

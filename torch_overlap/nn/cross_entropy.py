@@ -28,9 +28,9 @@ def vocabulary_parallel_cross_entropy(
     """Computes torch.nn.functional.cross_entropy without gathering the logits.
 
     Sends three numbers per row, and one more with label smoothing: the maxima, then the sums. On GPUs a kernel reads
-    the logits once for these, and another reads them once for their gradient: no other tensor of their size is made.
-    The gradient of the loss must be the same on every rank, as when all ranks backpropagate from it. The algorithm is
-    that of Shoeybi et al., "Megatron-LM", 2019, section 3.
+    the logits once for these, and another reads them once for their gradient: no other tensor of their size is made
+    (float64: by torch's operators). The gradient of the loss must be the same on every rank, as when all ranks
+    backpropagate from it. The algorithm is that of Shoeybi et al., "Megatron-LM", 2019, section 3.
 
         head = to.nn.ColumnParallelLinear(4096, 128256, comm, bias=False)
         loss = to.nn.vocabulary_parallel_cross_entropy(head(x), targets, comm)

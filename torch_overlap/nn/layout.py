@@ -249,14 +249,15 @@ class _LocalForward(nn.Module):
                 module._parameters.update(parameters)
 
 
-_local_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_subclasses: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
-def _local_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _local_classes:
+def subclass_with(mixin: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    """Returns the subclass of `cls`, of the same name, whose methods are first those of `mixin`."""
+    if (mixin, cls) not in _subclasses:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        _local_classes[cls] = type(cls.__name__, (_LocalForward, cls), names)
-    return _local_classes[cls]
+        _subclasses[mixin, cls] = type(cls.__name__, (mixin, cls), names)
+    return _subclasses[mixin, cls]
 
 
 def compute_locally(module: nn.Module) -> None:
@@ -268,7 +269,7 @@ def compute_locally(module: nn.Module) -> None:
         raise TypeError(f"{type(module).__name__}: expected a module whose forward is that of its class, got one that "
                         "was patched. Parallelize the model first, then patch it.")  # fmt: skip
     if not isinstance(module, _LocalForward):
-        module.__class__ = _local_class(type(module))
+        module.__class__ = subclass_with(_LocalForward, type(module))
 
 
 def mark_replicated(module: nn.Module, comm: TorchComm | DeviceMesh) -> None:

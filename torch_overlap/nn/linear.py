@@ -14,7 +14,7 @@ from torch_overlap._C import TorchComm
 from torch_overlap.nn._changes import watch_changes
 from torch_overlap.nn._float8 import column_parallel_linear, row_parallel_linear
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
-from torch_overlap.nn._joined import are_joined, joined, rejoin
+from torch_overlap.nn._joined import are_joined, joined, rejoin, split_columns
 from torch_overlap.nn._parallel_linear import ParallelLinear, part_of, per_rank
 from torch_overlap.nn.float8 import Float8Recipe
 from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
@@ -160,23 +160,17 @@ class ColumnParallelLinear(ParallelLinear):
         """This rank's part of each bias; None for a layer without one."""
         return [local_parameter(self, bias) for _, bias in self._names]
 
-    def forward(self, x: Tensor, joined: bool = False) -> Any:
-        """Returns a tensor, or a list if `out_features` is a list. Valid on the current stream.
-
-        Args:
-            x: the input.
-            joined: if True and one product computes several outputs, returns them side by side in one tensor.
-        """
+    def forward(self, x: Tensor) -> Any:
+        """Returns a tensor, or a list if `out_features` is a list. Valid on the current stream."""
         self._expect_no_tangent(x)
         parts = self.weights
         weights, main_grads = self._with_main_grads(x, [name for name, _ in self._names], parts)
-        outputs = self._products(x, weights, self.biases, main_grads, joined and not self.gather_output)
+        outputs = self._products(x, weights, self.biases, main_grads)
         watch_changes(zip([getattr(self, weight) for weight, _ in self._names], parts, strict=True), outputs)
-        is_whole = isinstance(self.out_features, list) and len(outputs) == len(self._names)
-        return outputs if is_whole else outputs[0]
+        return outputs if isinstance(self.out_features, list) else outputs[0]
 
     def _products(self, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None],
-                  main_grads: Sequence[Tensor] = (), may_stay_joined: bool = False) -> list[Tensor]:  # fmt: skip
+                  main_grads: Sequence[Tensor] = ()) -> list[Tensor]:  # fmt: skip
         self._expect_features(x, weights)
         sizes = [w.size(0) for w in weights]
         features = sum(sizes)
@@ -202,8 +196,8 @@ class ColumnParallelLinear(ParallelLinear):
         else:
             self._require_fused("matmul_all_reduce", x, features)  # the gradient's operator
             outputs = copy_matmul(x, weights, biases, self.comm, self.algorithm)
-        if is_joined and not may_stay_joined:  # results that may be changed in place, which those of split() may not
-            outputs = list(torch.unsafe_split_with_sizes(outputs[0], sizes, -1))
+        if is_joined:
+            outputs = split_columns(outputs[0], sizes)
         return self._gathered(outputs)
 
     def _gathered(self, outputs: list[Tensor]) -> list[Tensor]:

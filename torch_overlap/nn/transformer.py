@@ -44,11 +44,6 @@ def _end(row: nn.Module, h: Tensor, column: nn.Module, x: Tensor) -> Tensor:
     return row(h)  # type: ignore[no-any-return]
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Returns True if hooks of the module see the arguments and the result of its calls."""
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
-
-
 class ParallelMLP(nn.Module):
     """Computes down(activation(up(x))), or down(silu(gate(x)) * up(x)), with hidden features split over the ranks.
 
@@ -91,15 +86,10 @@ class ParallelMLP(nn.Module):
         return _end(self.down, self._gated(x) if self.is_gated else self.activation(*self.up(x)), self.up, x)
 
     def _gated(self, x: Tensor) -> Tensor:
-        # Hooks are written for a list.
-        may_join = type(self.up) is ColumnParallelLinear and not _has_hooks(self.up)
-        up = self.up(x, joined=True) if may_join else self.up(x)
-        if torch.compiler.is_compiling():  # which fuses the operators of torch
-            return F.silu(up[0]) * up[1]  # type: ignore[no-any-return]
-        if isinstance(up, Tensor):
-            return swiglu(up)
-        gate, up = up
-        return swiglu(gate, up) if gate.dtype == up.dtype else F.silu(gate) * up
+        gate, up = self.up(x)
+        if torch.compiler.is_compiling() or gate.dtype != up.dtype:  # compilers fuse the operators of torch
+            return F.silu(gate) * up  # type: ignore[no-any-return]
+        return swiglu(gate, up)
 
 
 class ParallelSelfAttention(nn.Module):

@@ -23,9 +23,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e
 
         y, x = ops.add_rms_norm(attention(y), x, norm.weight, eps=1e-5)
 
-    On a GPU one kernel computes both, and another the gradients of h, to which it adds that of h by other ways, and of
-    the weight, whose sums do not depend on how blocks are scheduled. Rows of float32, float16 and bfloat16 whose size
-    is a multiple of 16 bytes, up to 16384 elements; others by torch's operators.
+    On a GPU one kernel computes both. A second one computes the gradient of h, to which it adds that of h by other
+    ways, and parts of the weight's, which a third one adds in an order that does not depend on how blocks are
+    scheduled. Rows of float32, float16 and bfloat16 whose size is a multiple of 16 bytes, up to 16384 elements; others
+    by torch's operators.
 
     Args:
         x: [..., n] of float32, float16, bfloat16 or float64.

@@ -6,7 +6,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/rsqrt.h>
-#include <ATen/ops/zeros_like.h>
 
 #include "torch_overlap/ops/register.h"
 
@@ -78,8 +77,6 @@ class AddRmsNorm : public Function<AddRmsNorm> {
     return {sum, adds ? sum : Tensor(), std::move(weight_grad), Tensor()};
   }
 };
-
-bool has_tangent(const Tensor& x) { return x.defined() && x._fw_grad(/*level=*/0).defined(); }
 
 // By operators of torch, for gradients of any order and mode.
 NormAndHidden differentiable(const Tensor& x, const OptionalTensor& residual, const Tensor& weight,
@@ -203,4 +200,5 @@ TORCH_OVERLAP_KERNELS(Autograd, m) {
 
 TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
   m.impl("add_rms_norm", torch_overlap::ops::differentiable);
+  m.impl("_add_rms_norm_backward", torch_overlap::ops::composed_add_rms_norm_backward);
 }

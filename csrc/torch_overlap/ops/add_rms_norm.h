@@ -6,8 +6,8 @@
 #include <string_view>
 #include <tuple>
 
-// h = x + residual and rms_norm(h) * weight in one kernel, and both gradients in one more: the
-// norms of a transformer layer when training. `residual` may be missing.
+// h = x + residual and rms_norm(h) * weight in one kernel, and their gradients in two: the norms of
+// a transformer layer when training. `residual` may be missing.
 namespace torch_overlap::ops {
 
 // Checks the operands. Rows are the last dimension.

@@ -189,7 +189,9 @@ bool can_start_async(const at::Tensor& x) {
 }
 
 bool needs_autograd(const at::Tensor& x) {
-  return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
+  return (at::GradMode::is_enabled() && x.requires_grad()) || has_tangent(x);
 }
+
+bool has_tangent(const at::Tensor& x) { return x._fw_grad(/*level=*/0).defined(); }
 
 }  // namespace torch_overlap::ops

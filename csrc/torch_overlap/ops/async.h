@@ -45,5 +45,7 @@ at::Tensor clone_if_unversioned(const at::Tensor& sent, const at::Tensor& x);
 bool can_start_async(const at::Tensor& x);
 // True if autograd must record an operation on `x`.
 bool needs_autograd(const at::Tensor& x);
+// True if `x` carries a tangent of forward-mode differentiation.
+bool has_tangent(const at::Tensor& x);
 
 }  // namespace torch_overlap::ops

@@ -3,7 +3,6 @@
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full_like.h>
 #include <ATen/ops/logical_and.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>

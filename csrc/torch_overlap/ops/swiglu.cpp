@@ -58,10 +58,8 @@ class Swiglu : public Function<Swiglu> {
   }
 };
 
-bool is_dual(const Tensor& x) { return x.defined() && x._fw_grad(/*level=*/0).defined(); }
-
 Tensor swiglu_autograd(const Tensor& gate, const OptionalTensor& up) {
-  if (is_dual(gate) || (up && is_dual(*up))) return composed_swiglu(gate, up);
+  if (has_tangent(gate) || (up && has_tangent(*up))) return composed_swiglu(gate, up);
   if (needs_autograd(gate) || (up && needs_autograd(*up))) return Swiglu::apply(gate, up);
   const BelowAutograd guard;
   return call_swiglu(gate, up);

@@ -122,6 +122,34 @@ def test_weights_of_one_gather_are_joined_and_stay_parameters(sequence_parallel:
     run_ranks(joined, 2, sequence_parallel, bias, seed, backend="local")
 
 
+def side_by_side(comm: to.TorchComm, sequence_parallel: bool, seed: int) -> None:
+    """Gradients in one buffer are used where they are if they follow each other; in any layout they are right."""
+    layer = tnn.ColumnParallelLinear.from_linear(full_layers(False, seed), comm, sequence_parallel=sequence_parallel)
+    (x,) = draws(seed, (2, 2, IN))
+    outputs = layer(x.requires_grad_())
+    (whole,) = draws(seed + 1, (2, 2, sum(SIZES)))
+    layouts = {
+        "follow each other": whole.split(SIZES, -1),
+        "another order": whole.split(SIZES[::-1], -1)[::-1],
+        "a gap": [*F.pad(whole, (0, 1))[..., :-1].split(SIZES, -1)[:2], F.pad(whole, (0, 1))[..., -SIZES[-1] :]],
+        "expanded": tuple(whole[..., :1].expand(2, 2, size) for size in SIZES),
+    }
+    for name, grads in layouts.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found = torch.autograd.grad(outputs, (x, *layer.weights), grads, retain_graph=True)
+        wanted = sum(grad @ weight for grad, weight in zip(grads, layer.weights, strict=True))
+        torch.testing.assert_close(found[0], wanted)
+        for got, grad in zip(found[1:], grads, strict=True):
+            torch.testing.assert_close(got, grad.flatten(0, 1).t() @ x.flatten(0, 1))
+        is_copied = any(event.name == "aten::cat" for event in profile.events())
+        assert is_copied == (name != "follow each other"), name
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_gradients_that_follow_each_other_are_not_copied(sequence_parallel: bool, seed: int) -> None:
+    run_ranks(side_by_side, 1, sequence_parallel, seed, backend="local")
+
+
 # --- Over a mesh: the parameters are DTensors ----------------------------------------------------
 
 PROJECTIONS = ("wq", "wk", "wv")

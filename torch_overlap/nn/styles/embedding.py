@@ -11,7 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_overlap import ops
 from torch_overlap._C import StateError, TorchComm
 from torch_overlap.nn._computed import expect_own_weight
-from torch_overlap.nn.layout import ParameterLayout, comm_of, compute_locally, layout_of, replace_parameter, set_layout
+from torch_overlap.nn.layout import (
+    ParameterLayout,
+    comm_of,
+    compute_locally,
+    layout_of,
+    replace_parameter,
+    set_layout,
+    subclass_with,
+)
 from torch_overlap.nn.styles.base import Style
 
 _ROWS = "_own_rows"  # of a module: the first row of this rank, the number of its rows, and of ranks
@@ -64,7 +72,7 @@ class VocabularyParallel(Style):
         embedding.weight = nn.Parameter(part, requires_grad=whole.requires_grad)
         set_layout(embedding, ParameterLayout(comm, {"weight": 0}, mesh=device_mesh))
         replace_parameter(embedding, "weight", whole)
-        module.__class__ = _own_class(type(module))
+        module.__class__ = subclass_with(_OwnTokens, type(module))
         compute_locally(embedding)
         vars(embedding)[_ROWS] = rank * part.size(0), part.size(0), size
         return module
@@ -91,16 +99,6 @@ class _OwnTokens(nn.Module):
         finally:
             self.padding_idx = padding
         return ops.all_reduce(y.masked_fill(foreign.unsqueeze(-1), 0), layout.comm, grad="I")
-
-
-_own_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _own_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _own_classes:
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        _own_classes[cls] = type(cls.__name__, (_OwnTokens, cls), names)
-    return _own_classes[cls]
 
 
 @torch.no_grad()

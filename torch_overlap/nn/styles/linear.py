@@ -172,7 +172,7 @@ class _SharedColumn(ColumnParallelLinear):
     shared: _Gather
     index: int
 
-    def forward(self, x: Tensor, joined: bool = False) -> Any:
+    def forward(self, x: Tensor) -> Any:
         # Nothing was gathered: a hook may give the linear a tensor of its own.
         if not self.sequence_parallel and self.shared.input is not None and x is not self.shared.input:
             return super().forward(x)

@@ -7,7 +7,7 @@ the layer's products alone, its attention alone, and the bytes of its element-wi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,28 @@ class Parts:
         return products_us + attention_us + self.elementwise_us(copy_us)
 
     def elementwise_us(self, copy_us: float) -> float:
-        return self.elementwise_bytes * copy_us / (2 * COPY_BYTES)
+        return us_of_bytes(self.elementwise_bytes, copy_us)
+
+
+def us_of_bytes(count: float, copy_us: float) -> float:
+    """Returns the microseconds in which bytes are read or written at the rate of the copy of `Parts`."""
+    return count * copy_us / (2 * COPY_BYTES)
+
+
+def products_of(
+    rows: int, shapes: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype
+) -> Callable[[], None]:
+    """Returns a call of the three products of each weight [n, k] of `shapes` (k, n): the result and both gradients."""
+    made = [tuple(torch.randn(size, device=device, dtype=dtype) for size in ((rows, k), (n, k), (rows, n)))
+            for k, n in shapes]  # fmt: skip
+
+    def products() -> None:
+        for x, w, y in made:
+            torch.mm(x, w.t())
+            torch.mm(y, w)
+            torch.mm(y.t(), x)
+
+    return products
 
 
 def parts_of(model: Transformer, ranks: int, batch: int, device: torch.device, dtype: torch.dtype) -> Parts:
@@ -58,19 +79,11 @@ def parts_of(model: Transformer, ranks: int, batch: int, device: torch.device, d
     wide = (2 if model.gated else 1) * hidden
     shapes = [(model.hidden, (heads + 2 * kv_heads) * head), (heads * head, model.hidden),
               (model.hidden, wide), (hidden, model.hidden)]  # fmt: skip
-    made = [tuple(torch.randn(size, device=device, dtype=dtype) for size in ((rows, k), (n, k), (rows, n)))
-            for k, n in shapes]  # fmt: skip
     q, k, v = (torch.randn(batch, count, model.sequence, head, device=device, dtype=dtype, requires_grad=True)
                for count in (heads, kv_heads, kv_heads))  # fmt: skip
     grad = torch.randn_like(q)
     source = torch.empty(COPY_BYTES if device.type == "cuda" else 1 << 16, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-
-    def products() -> None:
-        for x, w, y in made:
-            torch.mm(x, w.t())
-            torch.mm(y, w)
-            torch.mm(y.t(), x)
 
     def attention() -> None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
@@ -78,7 +91,7 @@ def parts_of(model: Transformer, ranks: int, batch: int, device: torch.device, d
 
     size = torch.finfo(dtype).bits // 8
     moved = (ROWS_MOVED * rows // ranks * model.hidden + HIDDEN_MOVED * rows * hidden) * size
-    return Parts(products, attention, lambda: target.copy_(source), moved)
+    return Parts(products_of(rows, shapes, device, dtype), attention, lambda: target.copy_(source), moved)
 
 
 def without_communication(ranks: int) -> Products:

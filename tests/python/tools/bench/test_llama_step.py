@@ -46,7 +46,10 @@ def test_two_ranks_without_a_gpu(launcher: Launcher, tmp_path: Path) -> None:
     assert [row["algorithm"] for row in content["rows"]] == ["nccl", "auto", "torch compiled"]
     assert content["missing"] == {"torch async TP": "needs CUDA"}
     for row in content["rows"]:
-        assert row["us"] > row["floor"]["us"] > 0
+        floor = row["floor"]
+        assert min(row["us"], floor["layers_us"], floor["head_us"], floor["optimizer_us"]) > 0
+        assert floor["us"] == pytest.approx(sum(floor.values()) - floor["us"], rel=1e-4)
+        assert row["ratio_floor"] == pytest.approx(row["us"] / floor["us"], rel=1e-4)
         assert row["tokens_per_second"] == pytest.approx(1e6 * 2 * 64 / row["us"], rel=1e-4)
 
 

@@ -77,6 +77,16 @@ def test_a_run_that_fails_does_not_end_the_others(
     assert "done" in (tmp_path / "works.log").read_text()
 
 
+def test_a_pattern_is_the_files_that_are_there_when_a_run_starts(tmp_path: Path) -> None:
+    run = whole_host.Run(
+        "prints", [sys.executable, "-c", "import sys; print(sys.argv[1:])", f"{tmp_path}/of-*.json"], 60
+    )
+    for name in ("of-b.json", "of-a.json", "other.json"):
+        (tmp_path / name).touch()
+    assert whole_host.execute(run, tmp_path / "prints.log")[0] == "passed"
+    assert f"['{tmp_path}/of-a.json', '{tmp_path}/of-b.json']" in (tmp_path / "prints.log").read_text()
+
+
 def test_a_run_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
     body = "import os, time; pid = os.fork(); print(pid, flush=True) if pid else None; time.sleep(60)"
     hangs = whole_host.Run("hangs", [sys.executable, "-c", body], 1.5)
