@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from torch_overlap._C import StateError
 
-_ADVICE = ("Before the plan, remove what computes it (remove_parametrizations, remove_weight_norm, "
+_ADVICE = ("Before the split, remove what computes it (remove_parametrizations, remove_weight_norm, "
            "remove_spectral_norm, prune.remove)")  # fmt: skip
 _KINDS = ("orig", "g", "v")  # weight_orig and the like are parameters from which a hook computes `weight`
 
@@ -42,6 +42,23 @@ def expect_own_weight(who: str, module: nn.Module) -> None:
     if parametrize.is_parametrized(module):
         raise TypeError(f"{who}: expected {type(module).__bases__[0].__name__} with parameters of its own, got "
                         f"{type(module).__name__}. {_ADVICE}.")  # fmt: skip
+
+
+def expect_linear(who: str, what: str, module: nn.Module, advice: str = "") -> nn.Linear:
+    """Returns a module that is to be split. Raises TypeError if it is anything but x @ weight.t() + bias of its own
+    parameters, since only these are taken.
+
+    Args:
+        who: the caller.
+        what: what it expects.
+        module: the module.
+        advice: for a module of another type.
+    """
+    if isinstance(module, nn.Linear):
+        expect_own_weight(who, module)
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or [*module.children()]:
+        raise TypeError(f"{who}: expected {what}, got {type(module).__name__}{advice}")
+    return module
 
 
 def expect_parameters(module: nn.Module, names: Collection[str], late: Collection[str]) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_overlap import ops
 from torch_overlap._C import TorchComm
 from torch_overlap.nn._changes import watch_changes
+from torch_overlap.nn._computed import expect_linear
 from torch_overlap.nn._float8 import column_parallel_linear, row_parallel_linear
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
 from torch_overlap.nn._joined import are_joined, joined, rejoin, split_columns
@@ -234,11 +235,15 @@ class ColumnParallelLinear(ParallelLinear):
             linear: one nn.Linear, or several with the same input.
             comm: as for the constructor.
             options: those of the constructor, except bias, device and dtype, which are the linear's.
+
+        Raises:
+            TypeError: a module that is no nn.Linear, has a forward of its own (LoRA) or a weight that is computed
+                (weight_norm).
+            ValueError: linears of different in_features, or some with a bias.
         """
         linears = [linear] if isinstance(linear, nn.Module) else list(linear)
         for other in linears:
-            if not isinstance(other, nn.Linear):
-                raise TypeError(f"ColumnParallelLinear.from_linear: expected an nn.Linear or several, got {other}")
+            expect_linear("ColumnParallelLinear.from_linear", "an nn.Linear or several", other)
         first = linears[0]
         if any(other.in_features != first.in_features or (other.bias is None) != (first.bias is None)
                for other in linears):  # fmt: skip
@@ -372,8 +377,7 @@ class RowParallelLinear(ParallelLinear):
     def from_linear(cls, linear: nn.Linear, comm: TorchComm | DeviceMesh, **options: Any) -> RowParallelLinear:
         """Makes this rank's part of an nn.Linear that is the same on all ranks. `options`: as for
         ColumnParallelLinear."""
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"RowParallelLinear.from_linear: expected an nn.Linear, got {linear}")
+        expect_linear("RowParallelLinear.from_linear", "an nn.Linear", linear)
         layer = cls(linear.in_features, linear.out_features, comm, bias=linear.bias is not None, device="meta",
                     dtype=linear.weight.dtype, **options)  # fmt: skip
         set_part(layer, "weight", part_of(linear.weight, 1, layer.comm))

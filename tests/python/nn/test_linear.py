@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import torch_overlap as to
 from torch_overlap.nn import ColumnParallelLinear, RowParallelLinear
@@ -217,6 +218,13 @@ def test_a_mistake_is_an_error_that_says_what_to_do(message):
     run_ranks(rank, 2, backend="local")
 
 
+class Doubled(nn.Linear):
+    """Computes something else than its base."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 TYPES = {
     r"ColumnParallelLinear: expected comm as a TorchComm or a DeviceMesh, got 'tp' \(str\); new_comm makes a ":
         lambda c: ColumnParallelLinear(4, 2, "tp"),
@@ -231,6 +239,12 @@ TYPES = {
         lambda c: ColumnParallelLinear.from_linear([nn.Linear(2, 2), nn.Identity()], c),
     r"RowParallelLinear.from_linear: expected an nn.Linear, got Conv1d":
         lambda c: RowParallelLinear.from_linear(nn.Conv1d(2, 2, 1), c),
+    r"ColumnParallelLinear.from_linear: expected Linear with parameters of its own, got ParametrizedLinear. Before":
+        lambda c: ColumnParallelLinear.from_linear([nn.Linear(2, 2), weight_norm(nn.Linear(2, 2))], c),
+    r"RowParallelLinear.from_linear: expected Linear with parameters of its own, got ParametrizedLinear. Before":
+        lambda c: RowParallelLinear.from_linear(weight_norm(nn.Linear(2, 2)), c),
+    r"RowParallelLinear.from_linear: expected an nn.Linear, got Doubled":
+        lambda c: RowParallelLinear.from_linear(Doubled(2, 2), c),
 }  # fmt: skip
 
 

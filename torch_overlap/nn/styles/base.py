@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torch_overlap._C import TorchComm
-from torch_overlap.nn._computed import expect_own_weight
+from torch_overlap.nn._computed import expect_linear
 from torch_overlap.nn.layout import comm_of, layout_of, replace_parameter, replicate
 from torch_overlap.nn.styles.lora import expect_lora, is_lora
 from torch_overlap.nn.styles.padding import SharedSequence
@@ -58,11 +58,7 @@ class Style(ParallelStyle):
     def _linear(self, module: nn.Module, name: str = "") -> nn.Linear:
         who = type(self).__name__
         at = f" at '{name}'" if name else ""
-        if isinstance(module, nn.Linear):
-            expect_own_weight(who + at, module)
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or [*module.children()]:
-            raise TypeError(f"{who}: expected an nn.Linear{at}, got {type(module).__name__}; change the plan")
-        return module
+        return expect_linear(who, f"an nn.Linear{at}", module, "; change the plan")
 
     def _base_linear(self, module: Any, name: str = "") -> nn.Linear:
         """Returns the nn.Linear that a module is, or that it holds under LoRA."""
