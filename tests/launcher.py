@@ -53,7 +53,7 @@ class Launcher:
     def fork(
         self, program: Path | str, *arguments: object, output: IO[bytes] | None = None, **variables: str
     ) -> Program:
-        """Starts a program in a fork, without a GPU."""
+        """Starts a program, or code ("-c"), in a fork, without a GPU."""
         env = self.environment(gpu=False, **variables)
         output = tempfile.TemporaryFile() if output is None else output  # noqa: SIM115
         request = {"argv": [str(program), *map(str, arguments)], "env": env}
@@ -143,7 +143,7 @@ def run_code(code: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     """Runs `python -c code` in a fork of a process that has imported torch."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     pipes = os.pipe(), os.pipe()  # no files: the code may limit their size
-    process = server().fork({"argv": ["-c"], "code": code, "env": env}, *(write for _, write in pipes))
+    process = server().fork({"argv": ["-c", code], "env": env}, *(write for _, write in pipes))
     for _, write in pipes:
         os.close(write)
     with ThreadPoolExecutor(len(pipes)) as pool:

@@ -12,7 +12,7 @@ from torch_overlap.testing._forkserver import serve_forks
 
 
 def run(request: dict[str, Any], fds: list[int]) -> None:
-    """Runs what `python <argv>` does, or `code`. The second file is for stderr."""
+    """Runs what `python <argv>` does. The second file is for stderr."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
@@ -21,9 +21,10 @@ def run(request: dict[str, Any], fds: list[int]) -> None:
     for fd in fds:
         os.dup2(fd, 2)
         os.close(fd)
-    if "code" in request:
+    if program == "-c":
+        sys.argv = ["-c", *arguments[1:]]
         main = sys.modules["__main__"] = ModuleType("__main__")
-        exec(compile(request["code"], "<string>", "exec"), vars(main))
+        exec(compile(arguments[0], "<string>", "exec"), vars(main))
     elif program == "-m":
         sys.argv = arguments
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

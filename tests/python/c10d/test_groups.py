@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import textwrap
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from launcher import run_code
 
 import torch_overlap
 from torch_overlap.testing import run_ranks
@@ -324,7 +323,7 @@ def test_the_interpreter_ends_although_groups_live():
             work = comm.all_reduce(torch.ones(1000), torch_overlap.ReduceOp.SUM, async_op=True)
             print("made", comm.get_name())
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    done = run_code(textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
     words = [line.split() for line in done.stdout.splitlines()]
     made, aborted = (sorted(name for what, name in words if what == which) for which in ("made", "aborted"))

@@ -3,7 +3,6 @@
 import copy
 import re
 import subprocess
-import sys
 import textwrap
 import time
 from datetime import timedelta
@@ -11,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from launcher import run_code
 
 import torch_overlap as to
 from torch_overlap import InvalidValueError, OperationTimeoutError, ReduceOp, StateError, TorchComm
@@ -319,8 +319,7 @@ def test_the_destructor_warns_and_aborts(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def run_python(*parts: str) -> "subprocess.CompletedProcess[str]":
-    code = "".join(textwrap.dedent(part) for part in parts)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return run_code("".join(textwrap.dedent(part) for part in parts))
 
 
 def test_the_interpreter_ends_although_a_communicator_lives() -> None:

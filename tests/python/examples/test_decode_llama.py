@@ -1,9 +1,7 @@
 """The decoding example: tokens as on one rank, and as transformers generates them."""
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,32 +9,26 @@ from launcher import EXAMPLES
 
 from torch_overlap.testing import run_ranks
 
-DECODE_LLAMA = Path(EXAMPLES) / "decode_llama.py"
 
-
-def run(*options, ranks=2):
-    """Runs the program by torchrun; without ranks by itself."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    command = [sys.executable, *launch, str(DECODE_LLAMA), "--device", "cpu", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
-
-
-def test_tokens_are_those_of_one_rank():
-    done = run("--sums", "fused,nccl", "--batches", "1,3", "--new", "8", "--chunk", "7")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"float32: 0 of 72 tokens differ, logits within \S+e-0[6-9]", done.stdout), done.stdout
+def test_tokens_are_those_of_one_rank(launcher):
+    options = ("--sums", "fused,nccl", "--batches", "1,3", "--new", "8", "--chunk", "7")
+    code, printed = launcher.run_ranks(2, "decode_llama.py", "--device", "cpu", *options)
+    assert code == 0, printed
+    assert re.search(r"float32: 0 of 72 tokens differ, logits within \S+e-0[6-9]", printed), printed
     for batch in (1, 3):
         for kind in ("fused", "nccl"):
-            assert re.search(rf"^batch +{batch} +{kind} +[\d,]+ tokens/s", done.stdout, re.M), done.stdout
+            assert re.search(rf"^batch +{batch} +{kind} +[\d,]+ tokens/s", printed, re.M), printed
 
 
-def test_options_that_do_not_fit_are_refused():
-    done = run("--new", "0", ranks=0)
-    assert "expected --new of at least 1, got 0" in done.stderr
-    done = run("--batches", "2,0", ranks=0)
-    assert "expected --batches of at least 1, got 0" in done.stderr
-    done = run("--sums", "torch", ranks=0)
-    assert "expected --sums without torch on cpu" in done.stderr
+@pytest.mark.parametrize(("options", "expected"), [
+    (("--new", "0"), "expected --new of at least 1, got 0"),
+    (("--batches", "2,0"), "expected --batches of at least 1, got 0"),
+    (("--sums", "torch"), "expected --sums without torch on cpu"),
+])  # fmt: skip
+def test_options_that_do_not_fit_are_refused(launcher, options, expected):
+    program = launcher.fork(EXAMPLES / "decode_llama.py", "--device", "cpu", *options)
+    assert program.wait() == 2
+    assert expected in program.printed()
 
 
 def generate_rank(comm, path, prompts, new, chunk, sums):
@@ -79,12 +71,13 @@ def test_a_model_of_transformers(tmp_path, seed, ranks, tied, sums):
         assert torch.equal(tokens, wanted)
 
 
-def test_another_model_of_transformers_is_refused(tmp_path):
+def test_another_model_of_transformers_is_refused(launcher, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         attention_bias=True,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    done = run("--model", str(tmp_path), ranks=1)
-    assert "expected a model with attention_bias False, got True" in done.stderr
+    code, printed = launcher.run_ranks(1, "decode_llama.py", "--device", "cpu", "--model", tmp_path)
+    assert code != 0
+    assert "expected a model with attention_bias False, got True" in printed

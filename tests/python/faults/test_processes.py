@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import Launcher
+from launcher import Launcher, run_code
 
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
@@ -155,8 +155,7 @@ def test_no_store_at_all_is_an_error_that_says_where() -> None:
             sys.exit(7)
         """
     )
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    done = run_code(program, MASTER_ADDR="127.0.0.1", MASTER_PORT="1", RANK="1", WORLD_SIZE="2")
     assert done.returncode == 7, done.stderr
 
 
@@ -262,15 +261,14 @@ JOB = textwrap.dedent(
 )
 
 
-def test_two_jobs_with_the_same_names_do_not_meet(launcher: Launcher, tmp_path: Path) -> None:
+def test_two_jobs_with_the_same_names_do_not_meet(launcher: Launcher) -> None:
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     ranks = [
-        launcher.start([sys.executable, "-c", JOB, str(rank), str(store.port), str(1000 * job + 1), "5"],
-                       output=tmp_path / f"{job}.{rank}")
+        launcher.fork("-c", JOB, rank, store.port, 1000 * job + 1, 5)
         for job, store in enumerate(stores) for rank in range(2)
     ]  # fmt: skip
     codes = [process.wait(120) for process in ranks]
-    assert codes == [0] * 4, "\n".join(path.read_text() for path in sorted(tmp_path.iterdir()))
+    assert codes == [0] * 4, "\n".join(process.printed() for process in ranks)
 
 
 def test_two_jobs_of_threads_with_the_same_names_do_not_meet() -> None:
@@ -401,7 +399,7 @@ NO_THREAD = textwrap.dedent(
 
 
 def test_an_operation_that_gets_no_thread_never_runs() -> None:
-    done = subprocess.run([sys.executable, "-c", NO_THREAD], capture_output=True, text=True, timeout=120)
+    done = run_code(NO_THREAD)
     assert done.returncode == 0, done.stderr
     refused, values = done.stdout.splitlines()
     assert refused.startswith("refused: ")

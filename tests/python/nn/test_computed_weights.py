@@ -55,7 +55,7 @@ def split_after(rank: int, size: int, store: Any, seed: int) -> None:
     for norm, layer, dim in [(norm, *case) for norm in norms for case in ((0, 1), (1, 0))]:
         model = parallelize(pair(), mesh, PLAN)
         norm(model[layer], dim=dim)
-        message = rf"expected 'weight' as a DTensor of \(Shard\(dim={layer}\),\), got one of .* Before the split, remove"
+        message = rf"expected 'weight' as a DTensor of \(Shard\(dim={layer}\),\), got one of .* Before the split, "
         with pytest.raises(to.StateError, match=message):
             model(x)
     removed = pair()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from launcher import run_code
 
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
@@ -41,7 +39,7 @@ def test_unknown_operations_are_no_names() -> None:
 
 def test_gemm_and_quantize_are_loaded_on_first_access() -> None:
     program = "import torch_overlap; torch_overlap.gemm.gemm; torch_overlap.quantize.quantize"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = run_code(program)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import run_here
+from launcher import Launcher
 
 from torch_overlap.mesh import CostModel, Mesh, save_cost_model
 from torch_overlap.mesh.models import PRESETS, Eager, Transformer
@@ -130,25 +129,24 @@ def test_every_mesh_is_listed_once() -> None:
 
 
 @pytest.mark.smoke
-def test_the_command_compares_thousands_of_ranks(tmp_path: Path) -> None:
+def test_the_command_compares_thousands_of_ranks(launcher: Launcher, tmp_path: Path) -> None:
     numbers, picture, model = tmp_path / "plan.json", tmp_path / "plan.png", tmp_path / "cost.json"
     save_cost_model(CostModel.h200(), model)
-    command = (sys.executable, "-m", "torch_overlap", "plan", "--model", "llama3-8b", "--ranks", "2048", "--scaling",
-               "--json", str(numbers), "--plot", str(picture), "--cost", str(model), "--top", "3")  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "llama3-8b: 8.03 G parameters" in done.stdout
-    assert "one layer of the first, forward:" in done.stdout or "tp=1" in done.stdout
+    done = launcher.fork("-m", "torch_overlap", "plan", "--model", "llama3-8b", "--ranks", "2048", "--scaling",
+                         "--json", numbers, "--plot", picture, "--cost", model, "--top", "3")  # fmt: skip
+    assert done.wait() == 0, done.printed()
+    assert "llama3-8b: 8.03 G parameters" in done.printed()
+    assert "one layer of the first, forward:" in done.printed() or "tp=1" in done.printed()
     rows = json.loads(numbers.read_text())["rows"]
     assert [r["seconds"] for r in rows] == sorted(r["seconds"] for r in rows)
     assert all(r["memory"] <= 141e9 for r in rows)
     scaling = json.loads(numbers.read_text())["scaling"]
     assert scaling[-1]["mesh"] == rows[0]["mesh"]
     if importlib.util.find_spec("matplotlib") is None:
-        assert "no plot: matplotlib is not installed" in done.stdout
+        assert "no plot: matplotlib is not installed" in done.printed()
         assert not picture.exists()
     else:
-        assert f"wrote {picture}" in done.stdout
+        assert f"wrote {picture}" in done.printed()
         assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
