@@ -5,8 +5,6 @@
 
 #include <limits>
 
-#include "torch_overlap/base/errors.h"
-
 namespace torch_overlap {
 namespace {
 

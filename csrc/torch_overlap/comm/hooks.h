@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "torch_overlap/base/export.h"
 #include "torch_overlap/comm/call.h"
 #include "torch_overlap/comm/work.h"
 

@@ -10,7 +10,6 @@
 #include <set>
 #include <string>
 #include <tuple>
-#include <utility>
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/comm/call.h"

@@ -3,8 +3,6 @@
 #include <atomic>
 #include <cstdint>
 
-#include "torch_overlap/base/export.h"
-
 namespace torch_overlap {
 
 // Counters behind gemm_statistics(); the backends increment them.

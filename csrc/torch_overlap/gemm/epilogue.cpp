@@ -3,8 +3,6 @@
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 
-#include "torch_overlap/base/errors.h"
-
 namespace torch_overlap {
 namespace {
 

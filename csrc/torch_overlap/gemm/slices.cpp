@@ -2,7 +2,6 @@
 #include "torch_overlap/base/index_range.h"
 #include "torch_overlap/common/views.h"
 #include "torch_overlap/gemm/checked_gemm.h"
-#include "torch_overlap/gemm/validate.h"
 
 namespace torch_overlap {
 namespace {

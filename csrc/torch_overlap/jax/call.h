@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <functional>
-#include <string_view>
 #include <utility>
 
 #include "torch_overlap/base/export.h"

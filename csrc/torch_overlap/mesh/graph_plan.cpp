@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <utility>
 
 #include "torch_overlap/mesh/graph.h"

@@ -1,8 +1,6 @@
 #include "torch_overlap/mesh/rule.h"
 
-#include <algorithm>
 #include <map>
-#include <numeric>
 #include <utility>
 
 #include "torch_overlap/base/errors.h"

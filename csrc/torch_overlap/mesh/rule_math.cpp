@@ -1,6 +1,5 @@
 // Operators that compute: elementwise, products, reductions, softmax, norms, conv, attention.
 
-#include <algorithm>
 #include <set>
 
 #include "torch_overlap/base/errors.h"

@@ -8,7 +8,6 @@
 #include <memory>
 #include <optional>
 #include <ostream>
-#include <string>
 #include <string_view>
 
 #include "torch_overlap/comm/reduce_op.h"

@@ -4,7 +4,6 @@
 
 #include <tuple>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "torch_overlap/ops/register.h"

@@ -8,7 +8,6 @@
 #include <string_view>
 #include <vector>
 
-#include "torch_overlap/base/export.h"
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/ops/choose.h"

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
-#include <iterator>
 #include <mutex>
 #include <sstream>
 #include <string>

@@ -1,6 +1,5 @@
 #include "torch_overlap/overlap/config.h"
 
-#include <algorithm>
 #include <array>
 #include <limits>
 

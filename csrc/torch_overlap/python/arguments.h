@@ -2,7 +2,6 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <string_view>
 #include <utility>
 #include <vector>
 

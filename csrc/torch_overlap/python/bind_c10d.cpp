@@ -2,7 +2,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/c10d/backend_wrapper.h"

@@ -1,6 +1,5 @@
 #include "torch_overlap/comm/c10d/monitored_barrier.h"
 
-#include <algorithm>
 #include <vector>
 
 #include "torch_overlap/base/errors.h"

@@ -4,9 +4,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <tuple>

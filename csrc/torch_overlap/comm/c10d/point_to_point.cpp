@@ -1,5 +1,4 @@
 // Sends and receives of torch.distributed, single and coalesced.
-#include <algorithm>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/c10d/backend_wrapper.h"

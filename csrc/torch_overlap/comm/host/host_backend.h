@@ -6,9 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
-#include <span>
 #include <string>
-#include <vector>
 
 #include "torch_overlap/comm/backend.h"
 #include "torch_overlap/comm/host/host_work.h"

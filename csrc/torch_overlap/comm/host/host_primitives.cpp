@@ -1,7 +1,6 @@
 #include "torch_overlap/comm/host/host_primitives.h"
 
 #include <cstring>
-#include <set>
 #include <utility>
 
 #include "torch_overlap/base/errors.h"

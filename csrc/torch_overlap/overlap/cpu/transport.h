@@ -4,7 +4,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <string>
 #include <string_view>
 
 #include "torch_overlap/overlap/device.h"

@@ -1,7 +1,6 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <algorithm>
 #include <limits>
 
 #include "torch_overlap/common/cuda/check.h"

@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/base/rounding.h"
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/gemm/sm90/kernels.h"
 #include "torch_overlap/gemm/sm90/tile_costs.h"

@@ -5,7 +5,6 @@
 #include <iterator>
 #include <map>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "torch_overlap/common/cuda/capture.h"

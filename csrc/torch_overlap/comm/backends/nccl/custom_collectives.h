@@ -3,8 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
-#include <optional>
-#include <string>
 #include <vector>
 
 #include "torch_overlap/collectives/cuda/kernels.h"
