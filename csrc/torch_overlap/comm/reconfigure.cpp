@@ -82,10 +82,7 @@ WorkPtr done_work(const std::string& name) {
   call.name = OpName::barrier;
   call.primitive = Primitive::barrier;
   call.comm = name;
-  auto work = std::make_shared<HostWork>(std::move(call), nullptr, /*index=*/0, /*parts=*/1,
-                                         std::weak_ptr<HostWorkOwner>());
-  work->end_part(nullptr);
-  return work;
+  return HostWork::completed(std::move(call));
 }
 
 }  // namespace

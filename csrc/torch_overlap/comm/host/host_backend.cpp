@@ -118,7 +118,7 @@ WorkPtr HostBackend::issue(Call call) {
   try {
     auto staging = Staging::to_host(call, context_.rank, context_.device);
     work = std::make_shared<HostWork>(std::move(call), std::move(staging), issued_.fetch_add(1),
-                                      parts, std::weak_ptr<HostWorkOwner>(self));
+                                      parts, self);
     if (!here) {
       std::vector<TaskQueues::Part> tasks;
       for (const QueueKey queue : queues) {
@@ -146,7 +146,7 @@ WorkPtr HostBackend::issue_wait(Call call) {
   const bool async_op = call.async_op;
   call.ticket = take_ticket(*call.window, call.peer);  // taken now: waits end in that order
   const auto work = std::make_shared<HostWork>(std::move(call), nullptr, issued_.fetch_add(1),
-                                               /*parts=*/1, std::weak_ptr<HostWorkOwner>(self));
+                                               /*parts=*/1, self);
   if (async_op || is_interruptible()) {
     queues_.push_alone([self, work] { self->run(*work, kAllQueues); });
   } else {

@@ -32,7 +32,7 @@ namespace torch_overlap {
 // operations and finalize() throw an error that quotes the first one. An error before a message was
 // posted affects only its operation. If abort_process_on_timeout_or_error is set, the failure that
 // breaks the communicator ends the process.
-class HostBackend final : public Backend, public HostWorkOwner {
+class HostBackend final : public Backend {
  public:
   HostBackend(const BackendContext& context, std::unique_ptr<HostTransport> transport,
               BackendFactory make_child);
@@ -54,7 +54,9 @@ class HostBackend final : public Backend, public HostWorkOwner {
   }
   bool has_windows() const override { return context_.device.is_cpu(); }
   bool has_tags() const override { return true; }
-  void expire(const HostWork& work) override;
+  // Called if a waiter sees that the deadline has passed before the thread that runs the operation
+  // does, because another operation is in the way. Ends the operation soon.
+  void expire(const HostWork& work);
 
  private:
   using QueueKey = TaskQueues::Key;

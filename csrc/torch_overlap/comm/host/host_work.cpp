@@ -9,6 +9,7 @@
 #include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/host/callback_threads.h"
+#include "torch_overlap/comm/host/host_backend.h"
 #include "torch_overlap/comm/shutdown.h"
 #include "torch_overlap/symm/bootstrap.h"
 
@@ -38,7 +39,7 @@ std::chrono::milliseconds peer_report_timeout(std::chrono::milliseconds timeout)
 }
 
 HostWork::HostWork(Call call, std::unique_ptr<Staging> staging, uint64_t index, int parts,
-                   std::weak_ptr<HostWorkOwner> owner)
+                   std::weak_ptr<HostBackend> owner)
     : call_(std::move(call)),
       staging_(std::move(staging)),
       index_(index),
@@ -47,6 +48,13 @@ HostWork::HostWork(Call call, std::unique_ptr<Staging> staging, uint64_t index, 
       waiter_deadline_(deadline_ + peer_report_timeout(call_.timeout) * 2),
       owner_(std::move(owner)),
       parts_(parts) {}
+
+WorkPtr HostWork::completed(Call call) {
+  auto work = std::make_shared<HostWork>(std::move(call), nullptr, /*index=*/0, /*parts=*/1,
+                                         std::weak_ptr<HostBackend>());
+  work->end_part(nullptr);
+  return work;
+}
 
 void HostWork::begin() {
   Deadline never = Deadline::max();

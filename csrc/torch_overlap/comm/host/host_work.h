@@ -16,16 +16,7 @@
 
 namespace torch_overlap {
 
-class HostWork;
-
-// Runs operations. expire() is called if a waiter sees that the deadline has passed before the
-// thread that runs the operation does, because another operation is in the way. The owner then ends
-// the operation soon.
-class HostWorkOwner {
- public:
-  virtual ~HostWorkOwner() = default;
-  virtual void expire(const HostWork& work) = 0;
-};
+class HostBackend;
 
 // Returns how long the thread of a timed-out operation waits for the peers to report the operations
 // in which they wait.
@@ -40,7 +31,9 @@ class HostWork final : public TorchWork {
  public:
   // `index` counts the communicator's operations. `parts` is the number of calls to end_part().
   HostWork(Call call, std::unique_ptr<Staging> staging, uint64_t index, int parts,
-           std::weak_ptr<HostWorkOwner> owner);
+           std::weak_ptr<HostBackend> owner);
+  // Returns the work of an operation that is complete.
+  static WorkPtr completed(Call call);
 
   // Valid until the last end_part().
   const Call& call() const { return call_; }
@@ -77,7 +70,7 @@ class HostWork final : public TorchWork {
   const Deadline deadline_;
   const Deadline waiter_deadline_;  // if started: a waiter then expires it
   const ProcessStamp process_;
-  const std::weak_ptr<HostWorkOwner> owner_;
+  const std::weak_ptr<HostBackend> owner_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<int> source_{kAnySource};

@@ -20,10 +20,7 @@ WorkPtr FakeBackend::issue(Call call) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     FakePrimitives(context_.rank, context_.size).run(call);
   }
-  auto work = std::make_shared<HostWork>(std::move(call), nullptr, /*index=*/0, /*parts=*/1,
-                                         std::weak_ptr<HostWorkOwner>());
-  work->end_part(nullptr);
-  return work;
+  return HostWork::completed(std::move(call));
 }
 
 std::shared_ptr<Backend> FakeBackend::split(const SplitRequest& request) {
