@@ -6,8 +6,9 @@
 #include <cstring>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/comm/backends/nccl/bounded.h"
 #include "torch_overlap/comm/bootstrap.h"
+#include "torch_overlap/comm/bounded.h"
+#include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/thread_device.h"
 
 namespace torch_overlap {
@@ -52,6 +53,15 @@ ncclUniqueId share_unique_id(const NcclApi& api, const BackendContext& context,
 }
 
 }  // namespace
+
+bool run_bounded_on_cuda(std::function<void()> work, std::chrono::milliseconds limit) {
+  return run_with_timeout(
+      [work = std::move(work)] {
+        const cuda::RelaxedCapture relaxed;
+        work();
+      },
+      limit);
+}
 
 std::shared_ptr<NcclHandle> NcclHandle::create(const NcclApi& api, const BackendContext& context,
                                                const std::string& op) {

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -17,6 +18,10 @@
 #include "torch_overlap/comm/backends/nccl/config.h"
 
 namespace torch_overlap {
+
+// run_with_timeout() for CUDA calls, which may run while another thread captures. `work` runs on a
+// thread of its own, and selects the device by cuda::use_device().
+bool run_bounded_on_cuda(std::function<void()> work, std::chrono::milliseconds limit);
 
 // The owner of one ncclComm_t. Shared by the backend and by every graph that captured the
 // communicator: the last of them frees it.

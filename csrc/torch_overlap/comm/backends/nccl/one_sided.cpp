@@ -6,7 +6,6 @@
 #include <mutex>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/comm/backends/nccl/bounded.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/common/cuda/stream.h"
 #include "torch_overlap/common/cuda/thread_device.h"

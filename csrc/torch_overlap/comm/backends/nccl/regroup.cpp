@@ -7,7 +7,6 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/backend.h"
-#include "torch_overlap/comm/backends/nccl/bounded.h"
 #include "torch_overlap/comm/bootstrap.h"
 #include "torch_overlap/common/cuda/thread_device.h"
 
