@@ -60,10 +60,6 @@ void Layout::check() const {
   for (const AxisRef& ref : invariant_) add(ref, "invariant");
 }
 
-bool Layout::is_sharded() const noexcept {
-  return std::any_of(dims_.begin(), dims_.end(), [](const AxisList& d) { return !d.empty(); });
-}
-
 bool Layout::uses(const AxisRef& ref) const noexcept {
   for (const AxisList& axes : dims_) {
     for (const AxisRef& other : axes) {

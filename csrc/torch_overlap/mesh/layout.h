@@ -53,7 +53,6 @@ class TORCH_OVERLAP_API Layout {
   const AxisList& invariant() const noexcept { return invariant_; }          // in axis order
 
   bool is_partial() const noexcept { return !partial_.empty(); }
-  bool is_sharded() const noexcept;
   // True if the layout shards over, or is partial along, any coordinate of this part.
   bool uses(const AxisRef& ref) const noexcept;
 

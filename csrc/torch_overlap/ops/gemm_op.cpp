@@ -149,8 +149,8 @@ OptionalTensor as_vector(const OptionalTensor& tensor) {
 }
 
 // Swizzles the scales into the caller's buffer.
-void swizzle_into(std::string_view op, const Tensor& buffer, GemmOperand& operand) {
-  const auto swizzled = swizzle_scales(op, operand.scale_inv);
+void swizzle_into(const Tensor& buffer, GemmOperand& operand) {
+  const auto swizzled = swizzle_scales("gemm", operand.scale_inv);
   operand.scale_inv = buffer.view(at::kByte).view(swizzled.sizes()).copy_(swizzled.view(at::kByte));
   operand.swizzled = true;
 }
@@ -305,9 +305,9 @@ GemmArgs gemm_args(const GemmOp& call, const GemmResults& results, std::string_v
   return args;
 }
 
-void swizzle_operands(const GemmOp& call, GemmArgs& args, std::string_view op) {
-  if (call.lhs_swizzle) swizzle_into(op, *call.lhs_swizzle, args.lhs);
-  if (call.rhs_swizzle) swizzle_into(op, *call.rhs_swizzle, args.rhs);
+void swizzle_operands(const GemmOp& call, GemmArgs& args) {
+  if (call.lhs_swizzle) swizzle_into(*call.lhs_swizzle, args.lhs);
+  if (call.rhs_swizzle) swizzle_into(*call.rhs_swizzle, args.rhs);
 }
 
 }  // namespace torch_overlap::ops

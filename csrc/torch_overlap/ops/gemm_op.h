@@ -97,7 +97,7 @@ GemmOperand gemm_operand(const at::Tensor& matrix, bool transposed, ScalingMode 
 GemmArgs gemm_args(const GemmOp& call, const GemmResults& results, std::string_view op = "gemm");
 // Swizzles scales into the buffers that the call passes for them. This modifies tensors, so it runs
 // after all checks.
-void swizzle_operands(const GemmOp& call, GemmArgs& args, std::string_view op = "gemm");
+void swizzle_operands(const GemmOp& call, GemmArgs& args);
 
 // Runs a call with a comm_type other than NONE: checks it and, unless the operands are Meta
 // tensors, computes and communicates.

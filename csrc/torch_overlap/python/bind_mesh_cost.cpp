@@ -8,7 +8,6 @@
 namespace torch_overlap::python {
 namespace {
 
-using mesh::Collective;
 using mesh::CostModel;
 using mesh::Curve;
 using mesh::LinkLevel;

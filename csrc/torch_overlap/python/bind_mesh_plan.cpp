@@ -13,7 +13,6 @@ namespace torch_overlap::python {
 namespace {
 
 using mesh::Array;
-using mesh::CostModel;
 using mesh::Layout;
 using mesh::Locals;
 using mesh::Plan;
