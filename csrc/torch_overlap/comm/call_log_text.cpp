@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "torch_overlap/base/strings.h"
@@ -12,34 +13,24 @@ namespace torch_overlap {
 namespace {
 
 std::string_view dtype_name(c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::kFloat:
-      return "f32";
-    case c10::kDouble:
-      return "f64";
-    case c10::kHalf:
-      return "f16";
-    case c10::kBFloat16:
-      return "bf16";
-    case c10::kInt:
-      return "i32";
-    case c10::kLong:
-      return "i64";
-    case c10::kShort:
-      return "i16";
-    case c10::kChar:
-      return "i8";
-    case c10::kByte:
-      return "u8";
-    case c10::kBool:
-      return "bool";
-    case c10::kFloat8_e4m3fn:
-      return "fp8e4m3";
-    case c10::kFloat8_e5m2:
-      return "fp8e5m2";
-    default:
-      return "other";
+  static constexpr std::pair<c10::ScalarType, std::string_view> kNames[] = {
+      {c10::kFloat, "f32"},
+      {c10::kDouble, "f64"},
+      {c10::kHalf, "f16"},
+      {c10::kBFloat16, "bf16"},
+      {c10::kInt, "i32"},
+      {c10::kLong, "i64"},
+      {c10::kShort, "i16"},
+      {c10::kChar, "i8"},
+      {c10::kByte, "u8"},
+      {c10::kBool, "bool"},
+      {c10::kFloat8_e4m3fn, "fp8e4m3"},
+      {c10::kFloat8_e5m2, "fp8e5m2"},
+  };
+  for (const auto& [type, name] : kNames) {
+    if (type == dtype) return name;
   }
+  return "other";
 }
 
 std::string reduction_name(RedOpType op) {

@@ -3,58 +3,43 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <utility>
+
 #include "torch_overlap/base/errors.h"
 
 namespace torch_overlap::jax {
 
 c10::ScalarType scalar_type(std::string_view op, std::string_view what, ffi::DataType dtype) {
+  using Xla = ffi::DataType;
   using enum c10::ScalarType;
-  switch (dtype) {
-    case ffi::DataType::PRED:
-      return Bool;
-    case ffi::DataType::S8:
-      return Char;
-    case ffi::DataType::S16:
-      return Short;
-    case ffi::DataType::S32:
-      return Int;
-    case ffi::DataType::S64:
-      return Long;
-    case ffi::DataType::U8:
-      return Byte;
-    case ffi::DataType::U16:
-      return UInt16;
-    case ffi::DataType::U32:
-      return UInt32;
-    case ffi::DataType::U64:
-      return UInt64;
-    case ffi::DataType::F16:
-      return Half;
-    case ffi::DataType::BF16:
-      return BFloat16;
-    case ffi::DataType::F32:
-      return Float;
-    case ffi::DataType::F64:
-      return Double;
-    case ffi::DataType::C64:
-      return ComplexFloat;
-    case ffi::DataType::C128:
-      return ComplexDouble;
-    case ffi::DataType::F8E4M3FN:
-      return Float8_e4m3fn;
-    case ffi::DataType::F8E5M2:
-      return Float8_e5m2;
-    case ffi::DataType::F8E4M3FNUZ:
-      return Float8_e4m3fnuz;
-    case ffi::DataType::F8E5M2FNUZ:
-      return Float8_e5m2fnuz;
-    case ffi::DataType::F8E8M0FNU:
-      return Float8_e8m0fnu;
-    default:
-      fail(ErrorKind::kType, op, ": expected ", what,
-           " of a dtype that torch has, got XLA's type number ", static_cast<int>(dtype),
-           ". Convert it with astype().");
+  static constexpr std::pair<Xla, c10::ScalarType> kTypes[] = {
+      {Xla::PRED, Bool},
+      {Xla::S8, Char},
+      {Xla::S16, Short},
+      {Xla::S32, Int},
+      {Xla::S64, Long},
+      {Xla::U8, Byte},
+      {Xla::U16, UInt16},
+      {Xla::U32, UInt32},
+      {Xla::U64, UInt64},
+      {Xla::F16, Half},
+      {Xla::BF16, BFloat16},
+      {Xla::F32, Float},
+      {Xla::F64, Double},
+      {Xla::C64, ComplexFloat},
+      {Xla::C128, ComplexDouble},
+      {Xla::F8E4M3FN, Float8_e4m3fn},
+      {Xla::F8E5M2, Float8_e5m2},
+      {Xla::F8E4M3FNUZ, Float8_e4m3fnuz},
+      {Xla::F8E5M2FNUZ, Float8_e5m2fnuz},
+      {Xla::F8E8M0FNU, Float8_e8m0fnu},
+  };
+  for (const auto& [xla, type] : kTypes) {
+    if (xla == dtype) return type;
   }
+  fail(ErrorKind::kType, op, ": expected ", what,
+       " of a dtype that torch has, got XLA's type number ", static_cast<int>(dtype),
+       ". Convert it with astype().");
 }
 
 at::Tensor as_tensor(std::string_view op, std::string_view what, const ffi::AnyBuffer& buffer,

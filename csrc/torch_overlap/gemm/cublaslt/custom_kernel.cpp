@@ -10,18 +10,10 @@ namespace torch_overlap::cublaslt {
 namespace {
 
 std::optional<at::ScalarType> torch_type(int64_t type) {
-  switch (type) {
-    case CUDA_R_16BF:
-      return at::kBFloat16;
-    case CUDA_R_16F:
-      return at::kHalf;
-    case CUDA_R_8F_E4M3:
-      return at::kFloat8_e4m3fn;
-    case CUDA_R_8F_E5M2:
-      return at::kFloat8_e5m2;
-    default:
-      return std::nullopt;
+  for (const auto one : {at::kBFloat16, at::kHalf, at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
+    if (cuda_type(one) == type) return one;
   }
+  return std::nullopt;
 }
 
 bool is_scaled_by_row(const PlanKey& key) {
