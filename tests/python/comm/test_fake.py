@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from rank_values import assert_equal, assert_reduced, poisoned, rank_input
 
 from torch_overlap import ReduceOp, TorchComm
 from torch_overlap.testing import run_ranks
-from torch_overlap.testing.reference import assert_equal, assert_reduced, poisoned, rank_input
 
 MOVED = [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.uint64, torch.bool, torch.complex128]
 

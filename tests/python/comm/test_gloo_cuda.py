@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from rank_values import assert_equal, assert_reduced, poisoned, rank_input
 
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
-from torch_overlap.testing.reference import assert_equal, assert_reduced, poisoned, rank_input
 
 pytestmark = pytest.mark.gpu(1)
 

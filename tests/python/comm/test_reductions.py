@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from torch_overlap import InvalidTypeError, RedOpType, ReduceOp, TorchComm
-from torch_overlap.testing import run_ranks
-from torch_overlap.testing.reference import (
+from rank_values import (
     COMPLEX,
     DTYPES,
     FLOATS,
@@ -19,6 +16,9 @@ from torch_overlap.testing.reference import (
     poisoned,
     rank_input,
 )
+
+from torch_overlap import InvalidTypeError, RedOpType, ReduceOp, TorchComm
+from torch_overlap.testing import run_ranks
 
 
 def make_op(op: RedOpType, factor: float) -> ReduceOp:

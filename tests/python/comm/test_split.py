@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_values import assert_equal, assert_reduced, rank_input
 
 from torch_overlap import (
     CommOptions,
@@ -21,7 +22,6 @@ from torch_overlap import (
     new_comm,
 )
 from torch_overlap.testing import run_ranks
-from torch_overlap.testing.reference import assert_equal, assert_reduced, rank_input
 
 
 def check_works(comm: TorchComm, members: list[int], seed: int) -> None:

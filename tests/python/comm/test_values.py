@@ -3,10 +3,10 @@ compared."""
 
 import pytest
 import torch
+from rank_values import DTYPES, OTHERS, assert_equal, assert_reduced, poisoned, rank_input
 
 from torch_overlap import ReduceOp, TorchComm
 from torch_overlap.testing import run_ranks
-from torch_overlap.testing.reference import DTYPES, OTHERS, assert_equal, assert_reduced, poisoned, rank_input
 
 # No elements, one element, a number that no group size divides, and several dimensions.
 SHAPES = [(0,), (1,), (129,), (3, 5, 2)]

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from rank_values import DTYPES, assert_equal, assert_reduced, is_legal, poisoned, rank_input
 from torch import Tensor
 
 import torch_overlap as to
-from torch_overlap.testing.reference import DTYPES, assert_equal, assert_reduced, is_legal, poisoned, rank_input
 
 PENDING = 6  # maximal number of pending asynchronous operations
 COUNTS = [0, 1, 2, 3, 17, 256, 1000]

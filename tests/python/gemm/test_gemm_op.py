@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from rank_values import assert_equal
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_overlap as to
 from torch_overlap import ops
 from torch_overlap.ops.gemm import ScalingMode
-from torch_overlap.testing.reference import assert_equal
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 MXFP8, BLOCK_1D, BLOCK_2D = ScalingMode.MXFP8_1D_SCALING, ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from rank_values import assert_equal
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_overlap as to
 from torch_overlap import ops
 from torch_overlap.ops.gemm import ScalingMode
 from torch_overlap.quantize import DelayedScaling, quantize
-from torch_overlap.testing.reference import assert_equal
 
 CURRENT, DELAYED = ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.DELAYED_TENSOR_SCALING
 MXFP8, BLOCK_1D, BLOCK_2D = ScalingMode.MXFP8_1D_SCALING, ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING
