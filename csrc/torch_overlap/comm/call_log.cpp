@@ -149,7 +149,7 @@ uint64_t CallLog::attach(TorchComm& comm, const TorchComm* parent) {
 }
 
 void CallLog::on_queued(const Call& call) {
-  if (events_.started || events_.ended) call.record->observers.push_back(weak_from_this());
+  if (events_.started || events_.ended) call.record->logs.push_back(weak_from_this());
   if (events_.queued) add(formatter_->queued(call, has_buffers_));
   if (is_immediate_) flush();
 }

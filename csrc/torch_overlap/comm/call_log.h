@@ -33,8 +33,7 @@ class TorchComm;
 // A fork of the process logs nothing.
 //
 // Threads: any.
-class TORCH_OVERLAP_API CallLog final : public CallObserver,
-                                        public std::enable_shared_from_this<CallLog> {
+class TORCH_OVERLAP_API CallLog final : public std::enable_shared_from_this<CallLog> {
  public:
   // Appends to `path`. `events` may contain Q, S, E, ALL, LIFECYCLE (the same) and NONE. `verbose`
   // may contain "buffers", which adds the addresses of the tensors to Q. Throws kValue on any other
@@ -43,7 +42,7 @@ class TORCH_OVERLAP_API CallLog final : public CallObserver,
                                        const std::vector<std::string>& events,
                                        const std::vector<std::string>& verbose = {},
                                        LogFormat format = LogFormat::kJson);
-  ~CallLog() override;
+  ~CallLog();
 
   // Logs the calls of a communicator from now on. Returns the id of the hook in hooks().record.
   // `parent`: the communicator of which it is a split.
@@ -51,8 +50,10 @@ class TORCH_OVERLAP_API CallLog final : public CallObserver,
   // Blocks until all lines added so far are in the file.
   void flush();
 
-  void on_started(const CallRecord& record) noexcept override;
-  void on_ended(const CallRecord& record) noexcept override;
+  // Called by the thread that notices the change, which may hold a lock of the communicator: they
+  // neither block nor call into a communicator.
+  void on_started(const CallRecord& record) noexcept;
+  void on_ended(const CallRecord& record) noexcept;
 
  private:
   struct Events {

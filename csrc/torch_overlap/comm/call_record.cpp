@@ -6,6 +6,7 @@
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/process.h"
+#include "torch_overlap/comm/call_log.h"
 #include "torch_overlap/symm/bootstrap.h"
 
 namespace torch_overlap {
@@ -199,8 +200,8 @@ void CallRecord::started() noexcept {
   if (!started_ns_.compare_exchange_strong(never, now_ns(), std::memory_order_relaxed)) return;
   auto expected = CallState::kScheduled;
   state_.compare_exchange_strong(expected, CallState::kStarted, std::memory_order_acq_rel);
-  for (const auto& weak : observers) {
-    if (const auto observer = weak.lock()) observer->on_started(*this);
+  for (const auto& weak : logs) {
+    if (const auto log = weak.lock()) log->on_started(*this);
   }
 }
 
@@ -209,8 +210,8 @@ void CallRecord::ended(const std::exception_ptr& error) noexcept {
   ended_ns_.store(now_ns(), std::memory_order_relaxed);
   if (error) error_ = Fault::of(error).text;
   state_.store(error ? CallState::kFailed : CallState::kCompleted, std::memory_order_release);
-  for (const auto& weak : observers) {
-    if (const auto observer = weak.lock()) observer->on_ended(*this);
+  for (const auto& weak : logs) {
+    if (const auto log = weak.lock()) log->on_ended(*this);
   }
 }
 

@@ -78,17 +78,7 @@ enum class CallState : uint8_t {
 
 TORCH_OVERLAP_API std::string_view to_string(CallState state);
 
-class CallRecord;
-
-// Observer of the progress of calls, for logs. The thread that notices a change calls it, and may
-// hold a lock of the communicator: an observer must not block, nor call into a communicator. Never
-// throws.
-class CallObserver {
- public:
-  virtual ~CallObserver() = default;
-  virtual void on_started(const CallRecord& record) noexcept = 0;
-  virtual void on_ended(const CallRecord& record) noexcept = 0;
-};
+class CallLog;
 
 // Record of one call, from issue to end. It holds no tensor. Public const members are set at
 // construction; the state advances while other threads read it. Threads: any.
@@ -127,7 +117,7 @@ class TORCH_OVERLAP_API CallRecord {
   std::vector<Message> messages;         // point-to-point calls only
   std::shared_ptr<torch::CapturedTraceback> stack;
   // Set before the call is issued, by the hook that records it.
-  c10::SmallVector<std::weak_ptr<CallObserver>, 1> observers;
+  c10::SmallVector<std::weak_ptr<CallLog>, 1> logs;
 
   bool is_p2p() const { return primitive == Primitive::p2p; }
   bool is_collective() const { return torch_overlap::is_collective(primitive); }

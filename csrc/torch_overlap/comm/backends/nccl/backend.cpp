@@ -7,6 +7,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/custom_call.h"
 #include "torch_overlap/comm/backends/nccl/primitives.h"
+#include "torch_overlap/comm/backends/nccl/watchdog.h"
 #include "torch_overlap/comm/below_dispatch_guard.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/common/cuda/check.h"

@@ -15,7 +15,6 @@
 #include "torch_overlap/comm/backends/nccl/handle.h"
 #include "torch_overlap/comm/backends/nccl/remote_windows.h"
 #include "torch_overlap/comm/backends/nccl/runtime.h"
-#include "torch_overlap/comm/backends/nccl/watchdog.h"
 #include "torch_overlap/comm/backends/nccl/work.h"
 #include "torch_overlap/comm/peer_failure.h"
 #include "torch_overlap/comm/shutdown.h"
@@ -52,7 +51,7 @@ namespace torch_overlap {
 //
 // Destruction. Whichever thread drops the last reference, the deferred deleter's thread deletes the
 // backend, and not before its operations have ended on the device.
-class NcclBackend final : public Backend, public Watched, public PendingDelete {
+class NcclBackend final : public Backend, public PendingDelete {
  public:
   static std::shared_ptr<NcclBackend> create(const BackendContext& context, const NcclApi& api);
   ~NcclBackend() override;
@@ -84,7 +83,10 @@ class NcclBackend final : public Backend, public Watched, public PendingDelete {
   void register_memory(const at::Tensor& tensor) override;
   void deregister_memory(const at::Tensor& tensor) override;
 
-  void tick() noexcept override;
+  // Called on the watchdog's thread. Waits for nothing that another thread could hold for long, and
+  // so releases no tensor (deferred_deleter.h). The same holds for the destructor, if the watchdog
+  // drops the last reference.
+  void tick() noexcept;
   bool can_delete() noexcept override;
 
  private:

@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "torch_overlap/comm/backends/nccl/backend.h"
+
 namespace torch_overlap {
 namespace {
 
@@ -20,10 +22,10 @@ class Watchdog {
     return *watchdog;
   }
 
-  void add(std::weak_ptr<Watched> watched) {
+  void add(std::weak_ptr<NcclBackend> backend) {
     {
       std::lock_guard lock(mutex_);
-      watched_.push_back(std::move(watched));
+      watched_.push_back(std::move(backend));
     }
     changed_.notify_one();
   }
@@ -37,7 +39,7 @@ class Watchdog {
   }
 
   void run() {
-    std::vector<std::shared_ptr<Watched>> alive;
+    std::vector<std::shared_ptr<NcclBackend>> alive;
     while (true) {
       {
         std::unique_lock lock(mutex_);
@@ -58,12 +60,12 @@ class Watchdog {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<std::weak_ptr<Watched>> watched_;
+  std::vector<std::weak_ptr<NcclBackend>> watched_;
   std::timed_mutex ticking_;
 };
 
 }  // namespace
 
-void watch(std::weak_ptr<Watched> watched) { Watchdog::instance().add(std::move(watched)); }
+void watch(std::weak_ptr<NcclBackend> backend) { Watchdog::instance().add(std::move(backend)); }
 
 }  // namespace torch_overlap
