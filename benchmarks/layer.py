@@ -9,12 +9,12 @@ ours: by algorithms of the operators, each also with changes: "p2p+kept" keeps t
 parameters that are DTensors of a DeviceMesh, and with --accumulate, where gradients are added to those of the step
 before, "p2p+main_grad" lets the products add them to float32 buffers. nccl: sequential, with no kernel of ours in the
 collectives; torch fused: the same as nccl with the products of torch's async tensor parallelism, "joined" with one
-weight for all products of a gather (torch_overlap/tools/bench/async_tp.py); no communication: the latter with nothing
+weight for all products of a gather (async_tp.py); no communication: the latter with nothing
 sent. All but "+silu" and "+norms" have our kernels of these.
 
 All of them take turns in a round, in CUDA graphs, ours also eagerly; a sample is that of the slowest rank. Rows carry
 the layer's floor, measured in the same rounds, and where the time of a replay goes
-(torch_overlap/tools/bench/layer_floor.py). "predicted": the planner's, with the cost model of H200s. The result and
+(layer_floor.py). "predicted": the planner's, with the cost model of H200s. The result and
 gradients of every variant are compared with those of nccl before anything is timed; failures of other libraries are
 listed with the reason. Without a GPU it only checks, on gloo with --tiny, that it runs.
 """
@@ -29,9 +29,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import layer_floor
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from async_tp import Products, use_async_tp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -40,8 +42,7 @@ from torch_overlap._timing import Samples, in_graph, interleave, ratio_of, slowe
 from torch_overlap.mesh import Mesh
 from torch_overlap.mesh.models import PRESETS, Transformer
 from torch_overlap.mesh.transformer import predict_layer
-from torch_overlap.tools.bench import layer_floor, result
-from torch_overlap.tools.bench.async_tp import Products, use_async_tp
+from torch_overlap.tools.bench import result
 from torch_overlap.tools.bench.ranks import ENVIRONMENT, Ranks
 
 LEAD_CYCLES = 1_000_000

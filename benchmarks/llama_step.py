@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import layer_floor
 from gpt.text import Text
 from gpt.training import EAGER_STEPS
 from llama.training import LlamaTrainer
@@ -42,7 +43,7 @@ from train_llama import PEAK, TINY
 import torch_overlap as to
 from torch_overlap._timing import Samples, in_graph, interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.mesh.models import PRESETS, Transformer
-from torch_overlap.tools.bench import layer_floor, result
+from torch_overlap.tools.bench import result
 from torch_overlap.tools.bench.ranks import ENVIRONMENT, Ranks
 
 LEAD_CYCLES = 1_000_000

@@ -3,9 +3,11 @@ compiler."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from torch import Tensor
 
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
-from torch_overlap.tools.bench.async_tp import Products, use_async_tp
+
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+from async_tp import Products, use_async_tp
 
 FEATURES, HEADS, KV_HEADS, HIDDEN, BATCH = 24, 12, 6, 36, 2
 FALLBACKS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ import pytest
 import torch.distributed._symmetric_memory as symmetric
 from launcher import Launcher
 
-from torch_overlap.tools.bench.layer_floor import time_by_category
 from torch_overlap.tools.bench.libraries import NO_CUDA
 
-LAYER = Path(__file__).parents[4] / "benchmarks" / "layer.py"
+BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
+LAYER = BENCHMARKS / "layer.py"
+sys.path.insert(0, str(BENCHMARKS))
+from layer_floor import time_by_category  # noqa: E402
+
 # torch's fused operators on the CPU, by its references for fake tensors; their products times {factor}.
 WITH_FUSED = """
 import runpy
+import sys
+sys.path.insert(0, {benchmarks!r})
 import torch
 import torch.distributed._symmetric_memory as symmetric
 
@@ -81,7 +87,7 @@ def test_kernels_are_counted_by_category() -> None:
 @pytest.mark.parametrize("factor", [1, 2])
 def test_async_tp_takes_turns_unless_it_is_wrong(launcher: Launcher, tmp_path: Path, factor: int) -> None:
     program = tmp_path / "layer.py"
-    program.write_text(WITH_FUSED.format(factor=factor, layer=str(LAYER)))
+    program.write_text(WITH_FUSED.format(factor=factor, layer=str(LAYER), benchmarks=str(BENCHMARKS)))
     changed = ["p2p+kept+silu", "p2p+main_grad"]
     found, told = run(launcher, program, tmp_path, "--models", "llama3-8b", "--accumulate", "--algorithms",
                       ",".join(["p2p", *changed]))  # fmt: skip

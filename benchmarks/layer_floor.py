@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from async_tp import Products
 from torch import Tensor
 from torch._C._autograd import DeviceType
 
 from torch_overlap.mesh.models import Transformer
-from torch_overlap.tools.bench.async_tp import Products
 from torch_overlap.tools.bench.trace import lane_of
 
 COPY_BYTES = 256 << 20
