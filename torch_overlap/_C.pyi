@@ -1,6 +1,6 @@
-"""Types of the compiled module, including the methods that torch_overlap/_methods adds to its classes."""
+"""Types of the compiled module. The methods that torch_overlap/_methods adds to its classes have theirs there."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum, IntEnum
 from types import ModuleType, TracebackType
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, Store
 
+from torch_overlap._methods import c10d, collectives, communicator, window, works
 from torch_overlap.compat.hooks import PostHookArgs, PreHookArgs
 from torch_overlap.mesh._core import AxisRef, CostModel, Layout, Mesh, Plan
 
@@ -134,13 +135,13 @@ class WorkStatus(Enum):
     ERROR = 4
 
 class TorchWork:
-    def wait(self, timeout: timedelta | None = None) -> None: ...
-    def wait_blocking(self, timeout: timedelta | None = None) -> None: ...
-    def is_completed(self) -> bool: ...
+    wait = works.wait
+    wait_blocking = works.wait_blocking
+    is_completed = works.is_completed
     @property
     def stream(self) -> torch.Stream | None: ...
-    def status(self) -> WorkStatus: ...
-    def exception(self) -> BaseException | None: ...
+    status = works.status
+    exception = works.exception
     def _on_completion(self, callback: Callable[[BaseException | None], object]) -> None: ...
     # Called by torch_overlap/_methods, which passes all arguments by position.
     def _wait(self, *arguments: Any) -> None: ...
@@ -193,15 +194,9 @@ class P2POp:
     def tag(self) -> int: ...
 
 class BatchSendRecv:
-    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None: ...
-    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None: ...
-    def issue(
-        self,
-        async_op: bool,
-        options: BatchP2POptions | None = None,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork: ...
+    send = works.send
+    recv = works.recv
+    issue = works.issue
     @property
     def ops(self) -> list[P2POp]: ...
     # Called by torch_overlap/_methods, which passes all arguments by position.
@@ -218,43 +213,17 @@ class TorchCommWindowAttr:
     def access_type(self) -> TorchCommWinAccessType: ...
 
 class TorchCommWindow:
-    def tensor_register(self, tensor: Tensor, owning: bool = True) -> None: ...
-    def tensor_deregister(self) -> None: ...
-    def put(
-        self,
-        tensor: Tensor,
-        dst_rank: int | None = None,
-        offset: int | None = None,
-        async_op: bool = False,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        *,
-        peer_rank: int | None = None,
-        target_offset_nelems: int | None = None,
-        signal: bool = False,
-    ) -> TorchWork: ...
-    def signal(
-        self,
-        dst_rank: int | None = None,
-        async_op: bool = False,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        *,
-        peer_rank: int | None = None,
-    ) -> TorchWork: ...
-    def wait_signal(
-        self,
-        peer_rank: int,
-        async_op: bool = False,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork: ...
-    def map_remote_tensor(self, rank: int) -> Tensor: ...
-    def get_attr(self, peer_rank: int) -> TorchCommWindowAttr: ...
-    def get_size(self) -> int: ...
-    def get_tensor(self) -> Tensor: ...
-    def get_name(self) -> str: ...
-    def get_comm(self) -> TorchComm: ...
+    tensor_register = window.tensor_register
+    tensor_deregister = window.tensor_deregister
+    put = window.put
+    signal = window.signal
+    wait_signal = window.wait_signal
+    map_remote_tensor = window.map_remote_tensor
+    get_attr = window.get_attr
+    get_size = window.get_size
+    get_tensor = window.get_tensor
+    get_name = window.get_name
+    get_comm = window.get_comm
     @property
     def dtype(self) -> torch.dtype: ...
     @property
@@ -278,230 +247,65 @@ class TorchCommWindow:
     def _get_comm(self) -> TorchComm: ...
 
 class RemovableHandle:
-    def remove(self) -> None: ...
+    remove = works.remove
     # Called by torch_overlap/_methods, which passes all arguments by position.
     def _remove(self) -> None: ...
 
 class TorchComm:
-    def get_rank(self) -> int: ...
-    def get_size(self) -> int: ...
-    def get_name(self) -> str: ...
-    def get_device(self) -> torch.device: ...
-    def get_backend(self) -> str: ...
-    def get_backend_version(self) -> str: ...
-    def get_options(self) -> CommOptions: ...
-    def get_ranks_in_world(self) -> list[int]: ...
-    def get_native_handle(self) -> int: ...
-    def split(
-        self,
-        ranks: Sequence[int],
-        name: str | None = None,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-    ) -> TorchComm | None: ...
-    def finalize(self) -> None: ...
-    def abort(self) -> None: ...
-    def is_aborted(self) -> bool: ...
-    def is_abort_supported(self) -> bool: ...
-    def is_finalized(self) -> bool: ...
-    def get_init_handle(self) -> str: ...
-    def get_generation(self) -> int: ...
-    def reconfigure(
-        self,
-        uuid: int,
-        init_handles: list[str] | tuple[str, ...] | Set[str],
-        timeout: timedelta | None = None,
-        hints: Mapping[str, str] | None = None,
-    ) -> TorchWork: ...
-    def set_timeout(self, timeout: timedelta) -> None: ...
-    def set_hints(self, hints: Mapping[str, str]) -> None: ...
-    def batch_op_create(self) -> BatchSendRecv: ...
-    def new_window(self, tensor: Tensor | None = None) -> TorchCommWindow: ...
-    def get_mem_allocator(self) -> Any: ...
+    get_rank = communicator.get_rank
+    get_size = communicator.get_size
+    get_name = communicator.get_name
+    get_device = communicator.get_device
+    get_backend = communicator.get_backend
+    get_backend_version = communicator.get_backend_version
+    get_options = communicator.get_options
+    get_ranks_in_world = communicator.get_ranks_in_world
+    get_native_handle = communicator.get_native_handle
+    split = communicator.split
+    finalize = communicator.finalize
+    abort = communicator.abort
+    is_aborted = communicator.is_aborted
+    is_abort_supported = communicator.is_abort_supported
+    is_finalized = communicator.is_finalized
+    get_init_handle = communicator.get_init_handle
+    get_generation = communicator.get_generation
+    reconfigure = communicator.reconfigure
+    set_timeout = communicator.set_timeout
+    set_hints = communicator.set_hints
+    batch_op_create = communicator.batch_op_create
+    new_window = communicator.new_window
+    get_mem_allocator = communicator.get_mem_allocator
     @property
     def mem_allocator(self) -> Any: ...
-    def tensor_register(self, tensor: Tensor) -> None: ...
-    def tensor_deregister(self, tensor: Tensor) -> None: ...
+    tensor_register = communicator.tensor_register
+    tensor_deregister = communicator.tensor_deregister
     def register_pre_hook(self, callback: Callable[[OpName, int, PreHookArgs], object]) -> RemovableHandle: ...
     def register_post_hook(self, callback: Callable[[int, PostHookArgs], object]) -> RemovableHandle: ...
-    def register_abort_hook(self, callback: Callable[[], object]) -> RemovableHandle: ...
+    register_abort_hook = communicator.register_abort_hook
     def __copy__(self) -> TorchComm: ...
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchComm: ...
     def __enter__(self) -> TorchComm: ...
     def __exit__(
         self, type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
-    def send(
-        self,
-        tensor: Tensor,
-        dst: int,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: SendOptions | None = None,
-        tag: int | None = None,
-    ) -> TorchWork: ...
-    def recv(
-        self,
-        tensor: Tensor,
-        src: int,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: RecvOptions | None = None,
-        tag: int | None = None,
-    ) -> TorchWork: ...
-    def broadcast(
-        self,
-        tensor: Tensor,
-        root: int,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: BroadcastOptions | None = None,
-    ) -> TorchWork: ...
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: ReduceOp,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: AllReduceOptions | None = None,
-    ) -> TorchWork: ...
-    def reduce(
-        self,
-        tensor: Tensor,
-        root: int,
-        op: ReduceOp,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: ReduceOptions | None = None,
-    ) -> TorchWork: ...
-    def barrier(
-        self,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: BarrierOptions | None = None,
-    ) -> TorchWork: ...
-    def all_gather(
-        self,
-        tensor_list: Sequence[Tensor],
-        tensor: Tensor,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: AllGatherOptions | None = None,
-    ) -> TorchWork: ...
-    def all_gather_v(
-        self,
-        tensor_list: Sequence[Tensor],
-        tensor: Tensor,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: AllGatherOptions | None = None,
-    ) -> TorchWork: ...
-    def all_gather_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: AllGatherSingleOptions | None = None,
-    ) -> TorchWork: ...
-    def gather(
-        self,
-        output_tensor_list: Sequence[Tensor] | None,
-        input_tensor: Tensor,
-        root: int,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: GatherOptions | None = None,
-    ) -> TorchWork: ...
-    def gather_single(
-        self,
-        output: Tensor | None,
-        input: Tensor,
-        root: int,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: GatherSingleOptions | None = None,
-    ) -> TorchWork: ...
-    def reduce_scatter(
-        self,
-        output: Tensor,
-        input_list: Sequence[Tensor],
-        op: ReduceOp,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: ReduceScatterOptions | None = None,
-    ) -> TorchWork: ...
-    def reduce_scatter_v(
-        self,
-        output: Tensor,
-        input_list: Sequence[Tensor],
-        op: ReduceOp,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: ReduceScatterOptions | None = None,
-    ) -> TorchWork: ...
-    def reduce_scatter_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        op: ReduceOp,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: ReduceScatterSingleOptions | None = None,
-    ) -> TorchWork: ...
-    def scatter(
-        self,
-        output_tensor: Tensor,
-        input_tensor_list: Sequence[Tensor] | None,
-        root: int,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: ScatterOptions | None = None,
-    ) -> TorchWork: ...
-    def all_to_all(
-        self,
-        output_tensor_list: Sequence[Tensor],
-        input_tensor_list: Sequence[Tensor],
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: AllToAllOptions | None = None,
-    ) -> TorchWork: ...
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: AllToAllSingleOptions | None = None,
-    ) -> TorchWork: ...
-    def all_to_all_v_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        async_op: bool,
-        hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
-        options: AllToAllvSingleOptions | None = None,
-    ) -> TorchWork: ...
+    send = collectives.send
+    recv = collectives.recv
+    broadcast = collectives.broadcast
+    all_reduce = collectives.all_reduce
+    reduce = collectives.reduce
+    barrier = collectives.barrier
+    all_gather = collectives.all_gather
+    all_gather_v = collectives.all_gather_v
+    all_gather_single = collectives.all_gather_single
+    gather = collectives.gather
+    gather_single = collectives.gather_single
+    reduce_scatter = collectives.reduce_scatter
+    reduce_scatter_v = collectives.reduce_scatter_v
+    reduce_scatter_single = collectives.reduce_scatter_single
+    scatter = collectives.scatter
+    all_to_all = collectives.all_to_all
+    all_to_all_single = collectives.all_to_all_single
+    all_to_all_v_single = collectives.all_to_all_v_single
     # Called by torch_overlap/_methods, which passes all arguments by position.
     def _get_rank(self) -> int: ...
     def _get_size(self) -> int: ...
@@ -618,8 +422,8 @@ class _BackendWrapper(Backend):
         timeout: timedelta,
         options: BackendOptions | None = None,
     ) -> _BackendWrapper: ...
-    def get_comm(self, device: torch.device | None = None) -> TorchComm: ...
-    def new_window(self, tensor: Tensor | None = None) -> TorchCommWindow: ...
+    get_comm = c10d.get_comm
+    new_window = c10d.new_window
     @property
     def supports_window(self) -> bool: ...
     def _get_comm(self, device: torch.device | None) -> TorchComm: ...
