@@ -130,6 +130,12 @@ AxisRef Mesh::axis(std::string_view text) const {
        "'");
 }
 
+AxisList Mesh::axis_list(const std::vector<std::string>& names) const {
+  AxisList out;
+  for (const std::string& name : names) out.push_back(axis(name));
+  return out;
+}
+
 bool Mesh::is_whole(const AxisRef& ref) const noexcept {
   return ref.pre == 1 && ref.size == axes()[static_cast<size_t>(ref.axis)].size;
 }

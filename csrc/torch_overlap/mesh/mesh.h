@@ -68,6 +68,7 @@ class TORCH_OVERLAP_API Mesh {
   // Returns the whole axis of that name, or a part of it for "x:(pre)size". An unknown name is an
   // error that lists the valid names.
   AxisRef axis(std::string_view name) const;
+  AxisList axis_list(const std::vector<std::string>& names) const;
   bool is_whole(const AxisRef& ref) const noexcept;
   std::string name(const AxisRef& ref) const;
   std::string names(const AxisList& axes) const;  // separated by commas

@@ -25,7 +25,7 @@ TEST(Mesh, RanksAreNotIndices) {
   EXPECT_EQ(mesh.coordinate(6, mesh.axis("x")), 1);
   EXPECT_EQ(mesh.group(6, {mesh.axis("x")}), (Ranks{7, 6}));
   EXPECT_EQ(mesh.group(6, {mesh.axis("y")}), (Ranks{6, 5}));
-  EXPECT_EQ(mesh.group(5, {mesh.axis("y"), mesh.axis("x")}), (Ranks{7, 6, 4, 5}));
+  EXPECT_EQ(mesh.group(5, mesh.axis_list({"y", "x"})), (Ranks{7, 6, 4, 5}));
   EXPECT_EQ(mesh.group(4, {}), (Ranks{4}));
   EXPECT_ERROR(mesh.coordinate(0, mesh.axis("x")), kValue, "expected a rank of the mesh, got 0");
 }
@@ -52,10 +52,10 @@ TEST(Mesh, LinksComeFromHostsOrNames) {
   EXPECT_EQ(hosts.links({hosts.axis("tp")}), (std::vector<LinkLevel>{{"nvlink", 4}}));
   EXPECT_EQ(hosts.links({hosts.axis("dp")}),
             (std::vector<LinkLevel>{{"nvlink", 2}, {"network", 2}}));
-  EXPECT_EQ(hosts.links({hosts.axis("dp"), hosts.axis("tp")}),
+  EXPECT_EQ(hosts.links(hosts.axis_list({"dp", "tp"})),
             (std::vector<LinkLevel>{{"nvlink", 8}, {"network", 2}}));
   const Mesh named({{"dp", 4, "network"}, {"tp", 4, "nvlink"}, {"one", 1, "slow"}});
-  EXPECT_EQ(named.links({named.axis("tp"), named.axis("dp"), named.axis("one")}),
+  EXPECT_EQ(named.links(named.axis_list({"tp", "dp", "one"})),
             (std::vector<LinkLevel>{{"nvlink", 4}, {"network", 4}}));
 }
 
