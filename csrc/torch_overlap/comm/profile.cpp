@@ -1,5 +1,7 @@
 #include "torch_overlap/comm/profile.h"
 
+#include <c10/util/accumulate.h>
+
 #include <array>
 #include <memory>
 #include <string>
@@ -75,12 +77,6 @@ std::vector<int64_t> numels(const Tensors& tensors) {
   return result;
 }
 
-int64_t total(const std::vector<int64_t>& numbers) {
-  int64_t sum = 0;
-  for (const int64_t number : numbers) sum += number;
-  return sum;
-}
-
 // Returns the distance of neighbouring ranks in the world; 1 for a single rank, -1 if it varies.
 int64_t stride_of(const std::vector<int>& ranks) {
   if (ranks.size() < 2) return 1;
@@ -112,9 +108,9 @@ void ProfileScope::begin(const Call& call, const CommRecord& comm) {
   const auto dtype = any.empty() ? at::kByte : any.front().scalar_type();
   info_.emplace(c10::DebugInfoKind::PARAM_COMMS_INFO,
                 std::make_shared<torch::ParamCommsDebugInfo>(
-                    name, comm.rank, std::string(op), total(input_numels), total(output_numels),
-                    dtype, input_numels, output_numels, static_cast<int>(first),
-                    static_cast<int>(stride), static_cast<int>(size)));
+                    name, comm.rank, std::string(op), c10::sum_integers(input_numels),
+                    c10::sum_integers(output_numels), dtype, input_numels, output_numels,
+                    static_cast<int>(first), static_cast<int>(stride), static_cast<int>(size)));
   params_.emplace(at::RecordScope::FUNCTION);
   if (!params_->isActive()) return;
   if (params_->needsInputs()) {

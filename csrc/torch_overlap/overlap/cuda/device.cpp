@@ -130,9 +130,7 @@ class CudaOverlapDevice final : public OverlapDevice {
     return at::cuda::getDeviceProperties(device.index())->name;
   }
 
-  int sm_count(c10::Device device) override {
-    return at::cuda::getDeviceProperties(device.index())->multiProcessorCount;
-  }
+  int sm_count(c10::Device device) override { return cuda::sm_count(device); }
 
   std::shared_ptr<void> acquire_resident_kernel_lock(c10::Device device) override {
     return cuda::acquire_resident_kernel_lock(device.index());
