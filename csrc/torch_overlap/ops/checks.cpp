@@ -24,6 +24,15 @@ void check_like_x(std::string_view op, const Argument& argument, const at::Tenso
                       x.device(), " as x, got ", got.device(), ". Move one of them.");
 }
 
+// Refuses 8-bit floats as operands of an operator that has no scales.
+void check_unscaled(std::string_view op, const at::Tensor& x) {
+  TORCH_OVERLAP_CHECK(
+      !c10::isFloat8Type(x.scalar_type()), kType, op,
+      ": expected x of numbers without scales, got ", x.scalar_type(),
+      "; use scaled_all_gather_matmul, scaled_matmul_reduce_scatter, scaled_matmul_all_reduce or "
+      "gemm, which take scales, or dequantize it first");
+}
+
 }  // namespace
 
 int64_t wrap_dim(std::string_view op, const at::Tensor& x, int64_t dim, std::string_view what) {
@@ -88,14 +97,6 @@ void check_dtype(std::string_view op, std::string_view what, const at::Tensor& e
   TORCH_OVERLAP_CHECK(expected.device() == got.device(), kType, op, ": expected ", what,
                       " on device ", expected.device(), " as x, got ", got.device(),
                       "; move one of them");
-}
-
-void check_unscaled(std::string_view op, const at::Tensor& x) {
-  TORCH_OVERLAP_CHECK(
-      !c10::isFloat8Type(x.scalar_type()), kType, op,
-      ": expected x of numbers without scales, got ", x.scalar_type(),
-      "; use scaled_all_gather_matmul, scaled_matmul_reduce_scatter, scaled_matmul_all_reduce or "
-      "gemm, which take scales, or dequantize it first");
 }
 
 std::ostream& operator<<(std::ostream& out, const Argument& argument) {

@@ -33,8 +33,6 @@ void check_divisible(std::string_view op, const at::Tensor& x, int64_t dim, int6
 // Checks that the dtype of `got` is that of `expected`, which is x.
 void check_dtype(std::string_view op, std::string_view what, const at::Tensor& expected,
                  const at::Tensor& got);
-// Refuses 8-bit floats as operands of an operator that has no scales.
-void check_unscaled(std::string_view op, const at::Tensor& x);
 // An argument in an error message: "a weight" of an operator that has one, or "weights[1]".
 struct Argument {
   std::string_view name;

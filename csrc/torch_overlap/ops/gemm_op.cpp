@@ -157,6 +157,28 @@ void swizzle_into(const Tensor& buffer, GemmOperand& operand) {
 
 Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Tensor(); }
 
+// Returns an operand for the GEMM layer. Does not copy if the rows are contiguous, or without block
+// scales if the columns are.
+GemmOperand gemm_operand(const Tensor& matrix, bool transposed, ScalingMode scaling,
+                         const OptionalTensor& scale_inv, bool swizzled) {
+  GemmOperand operand;
+  operand.scaling = scaling;
+  operand.scale_inv = or_undefined(scale_inv);
+  operand.swizzled = swizzled && scaling == ScalingMode::MXFP8_1D_SCALING;
+  const bool any_layout = scaling == ScalingMode::NO_SCALING || is_tensor_scaling(scaling);
+  if (has_contiguous_rows(matrix)) {
+    operand.data = with_dense_strides(matrix);
+    operand.transposed = transposed;
+  } else if (any_layout && has_contiguous_rows(matrix.t())) {
+    operand.data = with_dense_strides(matrix.t());
+    operand.transposed = !transposed;
+  } else {
+    operand.data = matrix.contiguous();
+    operand.transposed = transposed;
+  }
+  return operand;
+}
+
 }  // namespace
 
 CollapsedOperand collapse(std::string_view op, std::string_view what, const Tensor& tensor,
@@ -247,26 +269,6 @@ GemmResults empty_gemm_results(const GemmOp& call, std::string_view op) {
               : at::empty({0}, saved),
           gemm_result(call, 2, has_pre_gelu ? c10::SymIntArrayRef(sizes) : none, saved, op),
           at::empty({0}, saved)};
-}
-
-GemmOperand gemm_operand(const Tensor& matrix, bool transposed, ScalingMode scaling,
-                         const OptionalTensor& scale_inv, bool swizzled) {
-  GemmOperand operand;
-  operand.scaling = scaling;
-  operand.scale_inv = or_undefined(scale_inv);
-  operand.swizzled = swizzled && scaling == ScalingMode::MXFP8_1D_SCALING;
-  const bool any_layout = scaling == ScalingMode::NO_SCALING || is_tensor_scaling(scaling);
-  if (has_contiguous_rows(matrix)) {
-    operand.data = with_dense_strides(matrix);
-    operand.transposed = transposed;
-  } else if (any_layout && has_contiguous_rows(matrix.t())) {
-    operand.data = with_dense_strides(matrix.t());
-    operand.transposed = !transposed;
-  } else {
-    operand.data = matrix.contiguous();
-    operand.transposed = transposed;
-  }
-  return operand;
 }
 
 GemmArgs gemm_args(const GemmOp& call, const GemmResults& results, std::string_view op) {

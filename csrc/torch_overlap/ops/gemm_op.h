@@ -88,11 +88,6 @@ GemmResults empty_gemm_results(const GemmOp& call, std::string_view op = "gemm")
 at::Tensor gemm_result(const GemmOp& call, size_t index, c10::SymIntArrayRef sizes,
                        const at::TensorOptions& options, std::string_view op = "gemm");
 
-// Returns an operand for the GEMM layer. Does not copy if the rows are contiguous, or without block
-// scales if the columns are.
-GemmOperand gemm_operand(const at::Tensor& matrix, bool transposed, ScalingMode scaling,
-                         const std::optional<at::Tensor>& scale_inv, bool swizzled);
-
 // Returns the GEMM arguments of a call without communication. `results`: from empty_gemm_results.
 GemmArgs gemm_args(const GemmOp& call, const GemmResults& results, std::string_view op = "gemm");
 // Swizzles scales into the buffers that the call passes for them. This modifies tensors, so it runs

@@ -29,9 +29,8 @@ void check_quantized(std::string_view op, const Argument& what, const at::Tensor
   }
 }
 
-}  // namespace
-
-// The mode is that of the weights: two operands with 128 x 128 blocks cannot be multiplied.
+// Returns the modes of an operator called with `scaling_mode`, which is that of the weights: two
+// operands with 128 x 128 blocks cannot be multiplied. Throws kValue for NO_SCALING.
 ScaledModes scaled_modes(std::string_view op, int64_t scaling_mode) {
   const auto mode = torch_overlap::scaling_mode(op, scaling_mode);
   TORCH_OVERLAP_CHECK(mode != ScalingMode::NO_SCALING, kValue, op,
@@ -40,6 +39,8 @@ ScaledModes scaled_modes(std::string_view op, int64_t scaling_mode) {
   return {.x = mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode,
           .weight = mode};
 }
+
+}  // namespace
 
 int64_t row_unit(const ScaledModes& modes) {
   return modes.x == ScalingMode::BLOCK_1D_SCALING ? kBlockScaledMultiple : 1;

@@ -17,8 +17,6 @@ struct ScaledModes {
   ScalingMode weight;
   bool gathers_scales() const { return !is_tensor_scaling(x); }
 };
-// Returns the modes of an operator called with `scaling_mode`. Throws kValue for NO_SCALING.
-TORCH_OVERLAP_API ScaledModes scaled_modes(std::string_view op, int64_t scaling_mode);
 // Returns the unit of which the rows of x, and of its parts, must be a multiple.
 TORCH_OVERLAP_API int64_t row_unit(const ScaledModes& modes);
 

@@ -126,8 +126,6 @@ std::string OverlapGroup::departure_reason(int rank) const {
   return members->generation == generation_ ? members->backend->departure_reason(rank) : "";
 }
 
-bool OverlapGroup::can_map_peers() const { return !PretendUnreachable::is_on(); }
-
 std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGroup> group,
                                                        const Request& request) {
   std::shared_ptr<OverlapChannel> channel(new OverlapChannel);
@@ -161,7 +159,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
                           ": expected the same on all ranks, got ", digests[0], " on rank 0 and ",
                           digests[rank], " on rank ", rank, ". Pass equal arguments on all ranks.");
     }
-    if (!group->can_map_peers()) {
+    if (PretendUnreachable::is_on()) {
       channel->unsupported_reason_ = PretendUnreachable::kReason;
     } else {
       try {

@@ -53,8 +53,6 @@ class TORCH_OVERLAP_API OverlapGroup {
   void require_active(std::string_view op) const;
   // Returns Backend::departure_reason().
   std::string departure_reason(int rank) const;
-  // True if ranks may map each other's memory. Tests can pretend that they cannot.
-  bool can_map_peers() const;
 
  private:
   OverlapGroup() = default;
