@@ -81,7 +81,7 @@ def local_take(taken: IndexedDim, padding: int = -1) -> Callable[[Sequence[Tenso
         place, elsewhere = taken.local_indices(index)
         table = taken.local_rows(table)
         try:
-            if table.dim() == 2 and dim == 0:
+            if table.dim() == 2 and dim == 0 and not table.is_complex():  # torch has no gradient of a complex embedding
                 rows = torch.ops.aten.embedding.default(table, place, here)
             else:
                 rows = table.index_select(dim, place.reshape(-1))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from spmd_ranks import on_mesh
 
-from torch_overlap.mesh import shard
+from torch_overlap.mesh import from_local, shard
 
 CONV2D = ((4, 6, 5, 5), (8, 6, 3, 3), (8,))
 GROUPED = ((4, 8, 5, 5), (8, 2, 3, 3), (8,))
@@ -82,6 +82,23 @@ def test_index_select(layouts, expected, kinds, seed):
     def body(r):
         xs = r.randn(*TABLE), r.randint(TABLE[0], 10)
         compare(r, lambda x, i: torch.index_select(x, 0, i), xs, layouts, expected, kinds)
+
+    on_mesh("x=2", body, seed)
+
+
+@pytest.mark.parametrize("layout", ["[x],[]", "[],[x]", "[],[] P{x}"])
+def test_rows_of_complex_tables_have_a_gradient(layout, seed):
+    def body(r):
+        table, index = torch.complex(r.randn(*TABLE), r.randn(*TABLE)), r.randint(TABLE[0], 10)
+        parts = (table.real, table.imag)
+        mine = from_local(torch.complex(*(r.place(part, layout).local for part in parts)), r.mesh, layout, TABLE)
+        mine, whole = mine.requires_grad_(), table.clone().requires_grad_()
+        got, expected = mine[shard(index, r.mesh)], whole[index]
+        torch.testing.assert_close(got.full().detach(), expected.detach())
+        c = r.randn(*expected.shape)
+        (got.abs().square() * shard(c, r.mesh)).sum().backward()
+        (expected.abs().square() * c).sum().backward()
+        torch.testing.assert_close(mine.grad.full(), whole.grad)
 
     on_mesh("x=2", body, seed)
 
