@@ -535,7 +535,7 @@ for _name in ("is_nested", "is_sparse", "is_sparse_csr", "is_mkldnn", "is_quanti
 
 _OPERATORS = """
     add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs
-    eq ne lt le gt ge and or xor rand ror rxor invert getitem
+    eq ne lt le gt ge and or xor rand ror rxor lshift rlshift rshift rrshift invert getitem
 """
 for _name in [*(f"__{name}__" for name in _OPERATORS.split()), *(n for n in dir(Tensor) if not n.startswith("_"))]:
     if _name not in vars(Sharded) and callable(getattr(Tensor, _name)):

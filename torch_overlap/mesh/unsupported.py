@@ -11,7 +11,7 @@ from torch_overlap.mesh.aten_call import AtenCall
 __all__ = ["UNSUPPORTED_METHODS", "refuse_strides"]
 
 _OF_MEMORY = "data_ptr untyped_storage storage storage_type is_set_to is_shared is_pinned register_hook"
-_IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor setitem"
+_IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift setitem"
 
 
 def _unsupported_error(name: str, text: str) -> Callable[..., NoReturn]:

@@ -202,6 +202,8 @@ def test_assignment(seed):
             x[0] = 1.0
         with pytest.raises(to.UnsupportedError, match="iadd: expected a function that changes no Sharded"):
             x += 1
+        with pytest.raises(to.UnsupportedError, match="irshift: expected a function that changes no Sharded"):
+            x >>= 1
         r.check(x, value, "[x],[]")
 
     on_mesh("x=2", body, seed)

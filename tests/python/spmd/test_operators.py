@@ -113,6 +113,18 @@ def test_what_torch_copies_has_a_gradient(layout, seed):
     on_mesh("x=2", body, seed)
 
 
+@pytest.mark.parametrize("layout", ["[x],[]", "[],[x]", None])
+def test_bits_are_shifted(layout, seed):
+    def body(r):
+        x, y = r.randint(8, 4, 6), r.randint(5, 4, 6)
+        ours, other = shard(x, r.mesh, layout), shard(y, r.mesh)
+        for function in (lambda a, _: a << 3, lambda a, b: a >> b, lambda a, b: b << a, lambda _, b: 8 << b,
+                         lambda _, b: 77 >> b):  # fmt: skip
+            r.check(function(ours, other), function(x, y))
+
+    on_mesh("x=2", body, seed)
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_products_of_complex_elements(dim, seed):
     """No communicator multiplies complex numbers: the dimension is gathered."""
