@@ -13,6 +13,7 @@ __all__ = ["refuse_random"]
 _SWITCHES: dict[str, tuple[int, int | None]] = {
     "dropout": (1, 2), "alpha_dropout": (1, 2), "feature_dropout": (1, 2), "feature_alpha_dropout": (1, 2),
     "native_dropout": (1, 2), "scaled_dot_product_attention": (4, None),
+    "gru": (5, 6), "lstm": (5, 6), "rnn_relu": (5, 6), "rnn_tanh": (5, 6),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from plain_block import LAYOUTS, Block, loss_of
 from torch import Tensor, nn
 
-from torch_overlap import InvalidTypeError, InvalidValueError
+from torch_overlap import InvalidTypeError, InvalidValueError, UnsupportedError
 from torch_overlap.mesh import (
     P,
     Sharded,
@@ -233,6 +233,47 @@ def check_copies(comm, seed):
 
 def test_copies_of_modules_and_values(seed):
     run_ranks(check_copies, 2, seed, backend="local")
+
+
+def check_recurrent(comm, seed):
+    mesh = connect({"tp": comm.get_size()}, comm)
+    generator = torch.Generator().manual_seed(seed)
+    kinds = [nn.LSTM(4, 6, 2, dropout=0.5).eval(), nn.GRU(4, 6, bidirectional=True), nn.RNN(4, 6, bias=False),
+             nn.RNN(4, 6, nonlinearity="relu")]  # fmt: skip
+    for plain in kinds:
+        whole = copy.deepcopy(plain).double()
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+        layouts = {"weight_ih*": P("tp"), "weight_hh*": P(None, "tp")}
+        model = shard_module(copy.deepcopy(whole), mesh, layouts)
+        depth = whole.num_layers * (2 if whole.bidirectional else 1)
+        x = torch.randn(5, 3, 4, generator=generator, dtype=torch.float64)
+        start = torch.randn(depth, 3, 6, generator=generator, dtype=torch.float64)
+        for at in (P(), P(None, "tp"), P(None, None, "tp")):
+            model.zero_grad()
+            whole.zero_grad()
+            ours, first = shard(x, mesh, at).requires_grad_(), shard(start, mesh)
+            leaf = x.clone().requires_grad_()
+            is_lstm = isinstance(plain, nn.LSTM)
+            y, _ = model(ours, (first, first) if is_lstm else first)
+            expected, _ = whole(leaf, (start, start) if is_lstm else start)
+            torch.testing.assert_close(y.full(), expected)
+            c = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+            (y * shard(c, mesh)).sum().backward()
+            (expected * c).sum().backward()
+            torch.testing.assert_close(ours.grad.full(), leaf.grad)
+            parameters = dict(whole.named_parameters())
+            for name, value in sharded_parameters(model).items():
+                torch.testing.assert_close(value.grad.full(), parameters[name].grad)
+    dropping, zeros = shard_module(nn.LSTM(4, 6, 2, dropout=0.5).double(), mesh), x.new_zeros(2, 3, 6)
+    with pytest.raises(UnsupportedError, match=r"expected an operator that draws no random numbers, got aten\.lstm"):
+        dropping(ours, (shard(zeros, mesh),) * 2)
+    mesh.close()
+
+
+def test_recurrent_layers_without_dropout_are_those_of_torch(seed):
+    run_ranks(check_recurrent, 2, seed, backend="local")
 
 
 class Average(nn.Module):
