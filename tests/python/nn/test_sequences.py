@@ -10,6 +10,7 @@ import torch
 from llama_cases import start
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import torch_overlap as to
 from torch_overlap.nn.styles import (
@@ -176,3 +177,70 @@ def repeated(rank: int, size: int, store: Any, seed: int) -> None:
 
 def test_a_block_that_runs_twice_after_the_split(seed: int) -> None:
     run_ranks(repeated, 2, seed, comm=False)
+
+
+class Mixing(nn.Module):
+    """A block between whose linears every row sees all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x).tanh()
+        return x + self.down(y * y.mean(1, keepdim=True))
+
+
+class Recomputed(nn.Module):
+    """Blocks that are recomputed in the backward pass, after one sequence or two, and a head."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.second = (nn.ModuleList([nn.Identity(), Mixing(), Mixing()]) for _ in range(2))
+        self.head = nn.Linear(DIM, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        def run(blocks: nn.ModuleList, z: torch.Tensor) -> torch.Tensor:
+            for block in blocks:
+                z = block(z) if block is blocks[0] else checkpoint(block, z, use_reentrant=self.use_reentrant)
+            return z
+
+        x = run(self.first, x)
+        return self.head(x if y is None else x * run(self.second, y))
+
+
+def recomputed(rank: int, size: int, store: Any, seed: int, use_reentrant: bool) -> None:
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole = Recomputed(use_reentrant=use_reentrant).double()
+    plan = {"first.0": ShardInput(), "second.0": ShardInput(), "*.*.up": ColumnParallel(), "*.*.down": RowParallel(),
+            "head": ColumnParallel(gather_output=True)}  # fmt: skip
+    model = parallelize(copy.deepcopy(whole), mesh, plan)
+    even, odd, longer = inputs(seed, 2 * size, 2 * size - 1, 4 * size - 1)
+    # Calls whose losses are added, and one in between without gradients.
+    passes = [([(odd,), (odd + 1,)], None), ([(odd,), (longer,)], None), ([(even,), (odd,)], None),
+              ([(even,)], (odd,)), ([(odd,)], (even,)), ([(even,)], (longer[:, 1:],)),
+              ([(odd, odd + 1)], None), ([(odd, odd + 1), (longer, longer + 1)], (odd,))]  # fmt: skip
+    for calls, between in passes:
+        found = []
+        for module in (model, whole):
+            module.zero_grad()
+            leaves = [[x.clone().requires_grad_() for x in call] for call in calls]
+            loss = torch.stack([module(*call).square().sum() for call in leaves]).sum()
+            if between is not None:
+                with torch.no_grad():
+                    module(*between)
+            loss.backward()
+            found.append([loss.detach(), *[x.grad for call in leaves for x in call]])
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+        for name, parameter in whole.named_parameters():
+            got = model.get_parameter(name).grad
+            assert (got is None) == (parameter.grad is None)
+            if got is not None:
+                torch.testing.assert_close(got.full_tensor(), parameter.grad, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_blocks_are_recomputed_with_the_sequence_of_their_pass(seed: int, use_reentrant: bool) -> None:
+    run_ranks(recomputed, 2, seed, use_reentrant, comm=False)

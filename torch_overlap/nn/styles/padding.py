@@ -59,17 +59,14 @@ class SharedSequence:
                              f"{self.size}.")  # fmt: skip
         owners = (*(before.owners if before else ()), owner)
         self._open = _Open(owners, length, min(length, before.min_length) if before else length)
-        x = _Mark.apply(x, self)  # type: ignore[no-untyped-call]
+        x = _Mark.apply(x, self, before)  # type: ignore[no-untyped-call]
         return _pad(x, dim, missing) if missing else x
 
     def end(self, whole: Tensor, dim: int) -> Tensor:
-        """Returns the gathered sequence without padding, and forgets its length. Backward restores it for layers that
-        are recomputed."""
+        """Returns the gathered sequence without padding, and forgets its length."""
         y = self.trim(whole, dim)
         if not torch.compiler.is_compiling():
-            before, self._open = self._open, None
-            if whole.requires_grad:  # a hook, not a function: its result could not be changed in place
-                whole.register_hook(lambda _: self.restore(before))
+            self._open = None
         return y
 
     def restore(self, state: _Open | None) -> None:
@@ -95,8 +92,12 @@ class SharedSequence:
         return length
 
     def trim(self, y: Tensor, dim: int) -> Tensor:
-        """Drops the rows that were appended from a gathered sequence."""
+        """Drops the rows that were appended from a gathered sequence. Backward restores its length for layers that are
+        recomputed: another sequence may have been split since."""
         length = self.gathered_rows(y.size(dim) // self.size)
+        if self.is_shared and y.requires_grad and not torch.compiler.is_compiling():
+            state = self._open
+            y.register_hook(lambda _: self.restore(state))  # not a function: its result could not be changed in place
         return y if length == y.size(dim) else y.narrow(dim, 0, length)
 
     def pad(self, x: Tensor, dim: int) -> Tensor:
@@ -117,14 +118,14 @@ def _pad(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity, whose backward pass ends the sequence."""
+    """The identity, whose backward pass ends the sequence: those that were split before it remain."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: SharedSequence) -> Tensor:
-        ctx.sequence = sequence
+    def forward(ctx: Any, x: Tensor, sequence: SharedSequence, before: _Open | None) -> Tensor:
+        ctx.sequence, ctx.before = sequence, before
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.sequence.restore(None)
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sequence.restore(ctx.before)
+        return grad, None, None
