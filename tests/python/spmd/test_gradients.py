@@ -3,6 +3,7 @@
 import pytest
 import torch
 from spmd_ranks import P, gradient_of, on_mesh
+from torch.utils.checkpoint import checkpoint
 
 from torch_overlap.mesh import (
     Layout,
@@ -271,6 +272,37 @@ def test_gradients_of_a_mixture(seed):
         assert xs.grad is None
 
     on_mesh("dp=2,tp=2", body, seed)
+
+
+@pytest.mark.parametrize(
+    "layouts", [("[a],[]", "[a],[]", "[],[a]"), ("[],[] P{a}", "[],[a]", None), (None, None, "[a],[]")]
+)
+@pytest.mark.parametrize("is_result", [False, True])
+def test_recomputed_values_have_their_gradients(layouts, is_result, seed):
+    """torch.utils.checkpoint, also of a value that was moved before, and keeps the copy."""
+
+    def body(r):
+        xs = r.randn(4, 6), r.randn(8, 6), r.randn(6, 8)
+        whole = [x.clone().requires_grad_() for x in xs]
+        mine = [r.place(x, layout).requires_grad_() for x, layout in zip(xs, layouts, strict=True)]
+
+        def loss_of(x, up, down, run):
+            x = x * 1.5 if is_result else x
+            hidden = x.exp().sum()
+            y = run(lambda z: torch.tanh(z @ up.T) @ down.T, x)
+            return (x + y).square().sum() + hidden
+
+        def recomputed(function, x):
+            return checkpoint(function, x, use_reentrant=False)
+
+        losses = loss_of(*mine, recomputed), loss_of(*whole, lambda function, x: function(x))
+        torch.testing.assert_close(losses[0].full(), losses[1])
+        for loss in losses:
+            loss.backward()
+        for leaf, reference in zip(mine, whole, strict=True):
+            r.check(leaf.grad, reference.grad)
+
+    on_mesh("a=2", body, seed)
 
 
 def test_gradients_by_torch_autograd(seed):
