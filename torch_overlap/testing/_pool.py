@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import IO, Any
 
 from torch_overlap.testing._body import Job, Task
 from torch_overlap.testing._forkserver import START_SECONDS, ForkServer
-from torch_overlap.testing._report import Outcome
+from torch_overlap.testing._report import Outcome, unpickled
 
 GRACE_SECONDS = 15.0  # time that the other ranks have after the first failure
 LOG_BYTES = 8000
@@ -126,7 +125,7 @@ class Pool:
             for pipe in ready:
                 rank = pending.pop(pipe)
                 try:
-                    outcomes[rank] = pickle.loads(workers[rank].pipe.recv_bytes())
+                    outcomes[rank] = unpickled(workers[rank].pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     worker = workers[rank]
                     outcomes[rank] = Outcome(False, error=f"{worker.end()}; it printed:\n{worker.printed()}")

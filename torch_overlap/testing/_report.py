@@ -26,6 +26,15 @@ def pickled(outcome: Outcome) -> bytes:
         return pickle.dumps(Outcome(False, error=f"its result cannot be pickled\n{traceback.format_exc()}"))
 
 
+def unpickled(data: bytes) -> Outcome:
+    """Returns the outcome that another process has pickled; an error if its value cannot be made here."""
+    try:
+        outcome: Outcome = pickle.loads(data)
+    except Exception:
+        outcome = Outcome(False, error=f"its result cannot be unpickled\n{traceback.format_exc()}")
+    return outcome
+
+
 class RanksFailed(AssertionError):
     """Some ranks raised, died or did not finish. `errors[rank]` is the rank's traceback, or what is known of its
     end."""

@@ -96,6 +96,27 @@ def test_a_hanging_rank_is_killed_and_where_it_was_is_told() -> None:
     run_ranks(run_exchange, 2, Parcel(1), comm=False)
 
 
+def fail_to_load() -> None:
+    raise KeyError("a class that is not here")
+
+
+class Unloadable:
+    def __reduce__(self) -> tuple[object, ...]:
+        return fail_to_load, ()
+
+
+def run_unloadable(rank: int, size: int, store: object) -> object:
+    return Unloadable() if rank == 1 else rank
+
+
+def test_a_result_that_cannot_be_unpickled_is_told_with_its_rank() -> None:
+    with pytest.raises(RanksFailed, match="its result cannot be unpickled") as caught:
+        run_ranks(run_unloadable, 2, comm=False)
+    assert set(caught.value.errors) == {1}
+    assert "a class that is not here" in caught.value.errors[1]
+    run_ranks(run_exchange, 2, Parcel(1), comm=False)
+
+
 def test_a_function_must_be_findable() -> None:
     with pytest.raises(TypeError, match="expected a module-level function"):
         run_ranks(lambda comm: None, 2)
