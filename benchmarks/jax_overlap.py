@@ -2,12 +2,13 @@
 
     torchrun --nproc_per_node 4 benchmarks/jax_overlap.py --out benchmarks/results
 
-Microseconds of one of CALLS calls of a program, each after the one before, of the slowest rank; variants in turns.
+Microseconds that one more call adds to a program, of the slowest rank: from programs of FEW and of MANY calls, each
+call after the one before. The start of a program, which a training step makes once, is not in it. Variants in turns.
 
 jax: torch_overlap.jax in shard_map. xla: lax.all_gather and a product, or a product and lax.psum_scatter. windowed: the
 same under jit with sharded arguments, with XLA's collective matmul asked for at every size (only with --windowed: the
 compiler of jaxlib 0.11.2 ends the process with a segmentation fault). torch: the operator of
-PyTorch on the same operands, in a CUDA graph. `over_torch` is the median over rounds of jax - torch, in microseconds,
+PyTorch on the same operands, in CUDA graphs. `over_torch` is the median over rounds of jax - torch, in microseconds,
 `ratio_torch` and `ratio_peer` those of jax / torch and of jax / the quicker of xla and windowed. The results of all
 ways are compared first. Without a GPU it only checks that it runs.
 """
@@ -39,7 +40,7 @@ from torch_overlap.tools.bench import result
 from torch_overlap.tools.bench.cases import Case, cases_of
 from torch_overlap.tools.bench.ranks import Ranks
 
-CALLS = 20
+FEW, MANY = 10, 40
 AXIS = "tp"
 WINDOWED = {
     "xla_gpu_threshold_for_windowed_einsum_mib": 0,
@@ -65,12 +66,13 @@ def start_jax(ranks: Ranks, command_buffers: bool) -> tuple[Mesh, toj.Axis]:
     return mesh, toj.bootstrap(mesh, AXIS, store="tcp://127.0.0.1", command_buffers=command_buffers)
 
 
-def repeated(product: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns a function that calls `product` CALLS times, each after the one before: an element of x depends on it."""
+def repeated(product: Callable[[Any, Any], Any], count: int) -> Callable[[Any, Any], Any]:
+    """Returns a function that calls `product` `count` times, each after the one before: an element of x depends on
+    it."""
 
     def calls(x: Any, w: Any) -> Any:
         out = product(x, w)
-        for _ in range(CALLS - 1):
+        for _ in range(count - 1):
             x = jax.lax.dynamic_update_slice(x, x[:1, :1] + 0 * out[:1, :1], (0, 0))
             out = product(x, w)
         return out
@@ -98,8 +100,8 @@ class Problem:
 
         self.x, self.w = random((m, k), self.specs[0]), random((k, n), self.specs[1])
 
-    def in_jax(self, windowed: bool) -> dict[str, Callable[[Any, Any], Any]]:
-        """Returns CALLS calls of each way of JAX."""
+    def in_jax(self, windowed: bool, count: int) -> dict[str, Callable[[Any, Any], Any]]:
+        """Returns `count` calls of each way of JAX."""
         if self.gathers:
             ours = functools.partial(toj.all_gather_matmul, axis=AXIS)
             plain = lambda x, w: jax.lax.all_gather(x, AXIS, tiled=True) @ w  # noqa: E731
@@ -108,7 +110,7 @@ class Problem:
             plain = lambda x, w: jax.lax.psum_scatter(x @ w, AXIS, tiled=True)  # noqa: E731
 
         def mapped(product: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-            inner = repeated(product)
+            inner = repeated(product, count)
             return jax.jit(
                 jax.shard_map(inner, mesh=self.mesh, in_specs=self.specs, out_specs=self.out_spec, check_vma=False)
             )
@@ -117,11 +119,11 @@ class Problem:
         constrained = lambda x, w: jax.lax.with_sharding_constraint(x @ w, out)  # noqa: E731
         ways = {"jax": mapped(ours), "xla": mapped(plain)}
         if windowed:
-            ways["windowed"] = jax.jit(repeated(constrained), compiler_options=WINDOWED)
+            ways["windowed"] = jax.jit(repeated(constrained, count), compiler_options=WINDOWED)
         return ways
 
-    def in_torch(self) -> Callable[[], object]:
-        """Returns CALLS calls of PyTorch's operator, in a CUDA graph on a GPU."""
+    def in_torch(self) -> dict[int, Callable[[], object]]:
+        """Returns FEW and MANY calls of PyTorch's operator, in CUDA graphs on a GPU."""
         x, w = (torch.from_dlpack(array.addressable_data(0)) for array in (self.x, self.w))
         x = x.clone()
         if self.gathers:
@@ -134,14 +136,13 @@ class Problem:
             out = call()
             x[:1, :1] += 0 * (out[0][0] if self.gathers else out)[:1, :1]
 
-        if self.ranks.device.type == "cuda":
-            return in_graph(step, CALLS)
-
-        def calls() -> None:
-            for _ in range(CALLS):
+        def steps(count: int) -> None:
+            for _ in range(count):
                 step()
 
-        return calls
+        if self.ranks.device.type == "cuda":
+            return {count: in_graph(step, count) for count in (FEW, MANY)}
+        return {count: functools.partial(steps, count) for count in (FEW, MANY)}
 
     def check(self, name: str, got: Any) -> None:
         want = self.expected[0][0] if self.gathers else self.expected
@@ -156,8 +157,9 @@ class Problem:
 
 def measure(case: Case, ranks: Ranks, mesh: Mesh, rounds: int, windowed: bool) -> dict[str, Any]:
     problem = Problem(case, ranks, mesh)
-    replay = problem.in_torch()
+    replays = problem.in_torch()
     samplers: dict[str, Callable[[], float]] = {}
+    names: list[str] = []  # of the ways
 
     def synchronize() -> None:
         if ranks.device.type == "cuda":
@@ -170,15 +172,24 @@ def measure(case: Case, ranks: Ranks, mesh: Mesh, rounds: int, windowed: bool) -
             begin = time.perf_counter()
             work()
             synchronize()
-            return (time.perf_counter() - begin) * 1e6 / CALLS
+            return (time.perf_counter() - begin) * 1e6
 
         return sample
 
-    for name, compiled in problem.in_jax(windowed).items():
-        problem.check(name, compiled(problem.x, problem.w))
-        samplers[name] = sampler(lambda compiled=compiled: compiled(problem.x, problem.w).block_until_ready())
-    samplers["torch"] = sampler(replay)
-    samples = slowest_rank(interleave(samplers, rounds), ranks.comm)
+    for count, replay in replays.items():
+        ways = problem.in_jax(windowed, count)
+        names = [*ways, "torch"]
+        for name, compiled in ways.items():
+            problem.check(name, compiled(problem.x, problem.w))
+            samplers[f"{name} {count}"] = sampler(
+                lambda compiled=compiled: compiled(problem.x, problem.w).block_until_ready()
+            )
+        samplers[f"torch {count}"] = sampler(replay)
+    taken = slowest_rank(interleave(samplers, rounds), ranks.comm)
+    samples = {}
+    for name in names:
+        few, many = (taken[f"{name} {count}"] for count in (FEW, MANY))
+        samples[name] = [(more - less) / (MANY - FEW) for less, more in zip(few, many, strict=True)]
     us = {name: spread_of(values).median for name, values in samples.items()}
     peers = {name: us[name] for name in us if name in ("xla", "windowed")}
     best = min(peers, key=lambda name: peers[name])
