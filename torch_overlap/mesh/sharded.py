@@ -270,7 +270,7 @@ class Sharded:
 
     def reshard(self, spec: Any) -> Sharded:
         """Returns the same value in another layout: any spelling of one. The cost is that of `mesh.plan(...)`;
-        differentiable."""
+        differentiable. `local` may share memory with this value's if nothing is sent."""
         return self._move_to(as_dynamo_constant(target_of, self.spec, spec))
 
     def shard(self, mesh: MeshComms, spec: Any = None, replicated_axes: Sequence[str] = (),

@@ -1,6 +1,7 @@
 #include "torch_overlap/mesh/simulate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "torch_overlap/base/errors.h"
@@ -170,9 +171,11 @@ Array collect(const Locals& locals, const Layout& layout, const Shape& shape) {
     size_t i = 0;
     for_each_offset(shape, box, [&](size_t offset) {
       const double value = local.data[i++];
-      TORCH_OVERLAP_CHECK(is_set[offset] == 0 || out.data[offset] == value, kValue,
+      const double other = out.data[offset];
+      const bool is_equal = other == value || (std::isnan(other) && std::isnan(value));
+      TORCH_OVERLAP_CHECK(is_set[offset] == 0 || is_equal, kValue,
                           "collect: expected equal copies under ", layout.str(), ", got ",
-                          out.data[offset], " and ", value, " at index ", index);
+                          other, " and ", value, " at index ", index);
       out.data[offset] = value;
       is_set[offset] = 1;
     });

@@ -102,6 +102,10 @@ def test_steps_name_their_groups() -> None:
 
 def test_collecting_copies_that_differ_is_an_error() -> None:
     layout = Layout.replicated(Mesh({"x": 2}), 1)
+    of_nan = np.array([1.0, np.nan, np.inf])
+    np.testing.assert_array_equal(collect([of_nan, of_nan], layout, (3,)), of_nan)
+    with pytest.raises(ValueError, match="expected equal copies"):
+        collect([of_nan, np.ones(3)], layout, (3,))
     with pytest.raises(ValueError, match="expected equal copies"):
         collect([np.zeros(3), np.ones(3)], layout, (3,))
     with pytest.raises(ValueError, match="expected shape"):
