@@ -174,8 +174,8 @@ Array collect(const Locals& locals, const Layout& layout, const Shape& shape) {
       const double other = out.data[offset];
       const bool is_equal = other == value || (std::isnan(other) && std::isnan(value));
       TORCH_OVERLAP_CHECK(is_set[offset] == 0 || is_equal, kValue,
-                          "collect: expected equal copies under ", layout.str(), ", got ",
-                          other, " and ", value, " at index ", index);
+                          "collect: expected equal copies under ", layout.str(), ", got ", other,
+                          " and ", value, " at index ", index);
       out.data[offset] = value;
       is_set[offset] = 1;
     });
