@@ -244,3 +244,35 @@ def recomputed(rank: int, size: int, store: Any, seed: int, use_reentrant: bool)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_blocks_are_recomputed_with_the_sequence_of_their_pass(seed: int, use_reentrant: bool) -> None:
     run_ranks(recomputed, 2, seed, use_reentrant, comm=False)
+
+
+def ungathered(rank: int, size: int, store: Any, seed: int, use_reentrant: bool) -> None:
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole = Recomputed(use_reentrant=use_reentrant).double()
+    whole.head = nn.Identity()
+    plan = {"first.0": ShardInput(), "*.*.up": ColumnParallel(), "*.*.down": RowParallel()}
+    model = parallelize(copy.deepcopy(whole), mesh, plan)
+    even, odd, longer = inputs(seed, 2 * size, 2 * size - 1, 4 * size - 1)
+    for passes in ((odd,), (odd, odd + 1), (odd, longer), (even, odd), (odd, even), (odd, even, longer)):
+        found = []
+        for module in (model, whole):
+            module.zero_grad()
+            losses = []
+            for x in passes:
+                y = module(x.clone().requires_grad_())
+                part = -(-x.size(1) // size)
+                first = rank * part if module is whole else 0
+                count = min(part, x.size(1) - rank * part)  # without the padding
+                losses.append(y[:, first : first + count].square().sum())
+            torch.stack(losses).sum().backward()
+            found.append([parameter.grad for parameter in module.first.parameters()])
+        for got, grad in zip(*found, strict=True):
+            wanted = grad.clone()
+            torch.distributed.all_reduce(wanted)  # each rank's loss is that of its rows
+            torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_blocks_are_recomputed_without_a_gather_after_them(seed: int, use_reentrant: bool) -> None:
+    run_ranks(ungathered, 2, seed, use_reentrant, comm=False)

@@ -51,7 +51,8 @@ class SharedSequence:
         if is_compiling:
             return x
         # A module that splits again begins a new pass.
-        before = self._open if self._open is not None and owner not in self._open.owners else None
+        last = self._open
+        before = last if last is not None and owner not in last.owners else None
         if before is not None and before.length != length and (missing or before.length % self.size):
             raise StateError(f"ShardInput: expected the sequence of length {before.length} to be gathered before "
                              f"another is split, got one of length {length}, which the layers cannot tell apart. "
@@ -59,7 +60,7 @@ class SharedSequence:
                              f"{self.size}.")  # fmt: skip
         owners = (*(before.owners if before else ()), owner)
         self._open = _Open(owners, length, min(length, before.min_length) if before else length)
-        x = _Mark.apply(x, self, before)  # type: ignore[no-untyped-call]
+        x = _Mark.apply(x, self, last)  # type: ignore[no-untyped-call]
         return _pad(x, dim, missing) if missing else x
 
     def end(self, whole: Tensor, dim: int) -> Tensor:
@@ -118,14 +119,15 @@ def _pad(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity, whose backward pass ends the sequence: those that were split before it remain."""
+    """The identity, whose backward pass ends the sequence: what was split before it, in this pass or in one whose
+    backward pass follows, remains."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: SharedSequence, before: _Open | None) -> Tensor:
-        ctx.sequence, ctx.before = sequence, before
+    def forward(ctx: Any, x: Tensor, sequence: SharedSequence, last: _Open | None) -> Tensor:
+        ctx.sequence, ctx.last = sequence, last
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.sequence.restore(ctx.before)
+        ctx.sequence.restore(ctx.last)
         return grad, None, None
