@@ -122,8 +122,8 @@ class Problem:
             ways["windowed"] = jax.jit(repeated(constrained, count), compiler_options=WINDOWED)
         return ways
 
-    def in_torch(self) -> dict[int, Callable[[], object]]:
-        """Returns FEW and MANY calls of PyTorch's operator, in CUDA graphs on a GPU."""
+    def in_torch(self, count: int) -> Callable[[], object]:
+        """Returns `count` calls of PyTorch's operator, in a CUDA graph on a GPU."""
         x, w = (torch.from_dlpack(array.addressable_data(0)) for array in (self.x, self.w))
         x = x.clone()
         if self.gathers:
@@ -136,13 +136,14 @@ class Problem:
             out = call()
             x[:1, :1] += 0 * (out[0][0] if self.gathers else out)[:1, :1]
 
-        def steps(count: int) -> None:
+        if self.ranks.device.type == "cuda":
+            return in_graph(step, count)
+
+        def steps() -> None:
             for _ in range(count):
                 step()
 
-        if self.ranks.device.type == "cuda":
-            return {count: in_graph(step, count) for count in (FEW, MANY)}
-        return {count: functools.partial(steps, count) for count in (FEW, MANY)}
+        return steps
 
     def check(self, name: str, got: Any) -> None:
         want = self.expected[0][0] if self.gathers else self.expected
@@ -157,9 +158,7 @@ class Problem:
 
 def measure(case: Case, ranks: Ranks, mesh: Mesh, rounds: int, windowed: bool) -> dict[str, Any]:
     problem = Problem(case, ranks, mesh)
-    replays = problem.in_torch()
-    samplers: dict[str, Callable[[], float]] = {}
-    names: list[str] = []  # of the ways
+    programs: dict[str, dict[int, Callable[[], float]]] = {}  # of each way, by the number of calls
 
     def synchronize() -> None:
         if ranks.device.type == "cuda":
@@ -176,18 +175,17 @@ def measure(case: Case, ranks: Ranks, mesh: Mesh, rounds: int, windowed: bool) -
 
         return sample
 
-    for count, replay in replays.items():
-        ways = problem.in_jax(windowed, count)
-        names = [*ways, "torch"]
-        for name, compiled in ways.items():
+    for count in (FEW, MANY):
+        programs.setdefault("torch", {})[count] = sampler(problem.in_torch(count))
+        for name, compiled in problem.in_jax(windowed, count).items():
             problem.check(name, compiled(problem.x, problem.w))
-            samplers[f"{name} {count}"] = sampler(
+            programs.setdefault(name, {})[count] = sampler(
                 lambda compiled=compiled: compiled(problem.x, problem.w).block_until_ready()
             )
-        samplers[f"torch {count}"] = sampler(replay)
+    samplers = {f"{name} {count}": way for name, counts in programs.items() for count, way in counts.items()}
     taken = slowest_rank(interleave(samplers, rounds), ranks.comm)
     samples = {}
-    for name in names:
+    for name in programs:
         few, many = (taken[f"{name} {count}"] for count in (FEW, MANY))
         samples[name] = [(more - less) / (MANY - FEW) for less, more in zip(few, many, strict=True)]
     us = {name: spread_of(values).median for name, values in samples.items()}

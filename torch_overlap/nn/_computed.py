@@ -44,20 +44,21 @@ def expect_own_weight(who: str, module: nn.Module) -> None:
                         f"{type(module).__name__}. {_ADVICE}.")  # fmt: skip
 
 
-def expect_linear(who: str, what: str, module: nn.Module, advice: str = "") -> nn.Linear:
+def expect_linear(who: str, what: str, module: nn.Module, advice: str, at: str = "") -> nn.Linear:
     """Returns a module that is to be split. Raises TypeError if it is anything but x @ weight.t() + bias of its own
     parameters, since only these are taken.
 
     Args:
         who: the caller.
-        what: what it expects.
+        what: the modules that it takes.
         module: the module.
-        advice: for a module of another type.
+        advice: for a module that is none of them.
+        at: the place of the module in its parent, for the message.
     """
     if isinstance(module, nn.Linear):
-        expect_own_weight(who, module)
+        expect_own_weight(who + at, module)
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or [*module.children()]:
-        raise TypeError(f"{who}: expected {what}, got {type(module).__name__}{advice}")
+        raise TypeError(f"{who}: expected {what}{at}, got {type(module).__name__}; {advice}")
     return module
 
 

@@ -22,6 +22,7 @@ from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
 from torch_overlap.nn.layout import ParameterLayout, local_parameter, set_layout, set_part
 
 _Column = TypeVar("_Column", bound="ColumnParallelLinear")
+_TAKEN = "its weight and bias alone are taken, so pass one with the forward of nn.Linear"
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -239,11 +240,11 @@ class ColumnParallelLinear(ParallelLinear):
         Raises:
             TypeError: a module that is no nn.Linear, has a forward of its own (LoRA) or a weight that is computed
                 (weight_norm).
-            ValueError: linears of different in_features, or some with a bias.
+            ValueError: linears of different in_features, or some with a bias and some without.
         """
         linears = [linear] if isinstance(linear, nn.Module) else list(linear)
         for other in linears:
-            expect_linear("ColumnParallelLinear.from_linear", "an nn.Linear or several", other)
+            expect_linear("ColumnParallelLinear.from_linear", "an nn.Linear or several", other, _TAKEN)
         first = linears[0]
         if any(other.in_features != first.in_features or (other.bias is None) != (first.bias is None)
                for other in linears):  # fmt: skip
@@ -377,7 +378,7 @@ class RowParallelLinear(ParallelLinear):
     def from_linear(cls, linear: nn.Linear, comm: TorchComm | DeviceMesh, **options: Any) -> RowParallelLinear:
         """Makes this rank's part of an nn.Linear that is the same on all ranks. `options`: as for
         ColumnParallelLinear."""
-        expect_linear("RowParallelLinear.from_linear", "an nn.Linear", linear)
+        expect_linear("RowParallelLinear.from_linear", "an nn.Linear", linear, _TAKEN)
         layer = cls(linear.in_features, linear.out_features, comm, bias=linear.bias is not None, device="meta",
                     dtype=linear.weight.dtype, **options)  # fmt: skip
         set_part(layer, "weight", part_of(linear.weight, 1, layer.comm))

@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import torch_overlap as to
-from torch_overlap.nn.styles import ColumnParallel, RowParallel, SequenceParallel, VocabularyParallel, parallelize
+from torch_overlap.nn.styles import (
+    ColumnParallel,
+    RowParallel,
+    SequenceParallel,
+    SharedGather,
+    VocabularyParallel,
+    parallelize,
+)
 from torch_overlap.testing import run_ranks
 
 PLAN = {"0": ColumnParallel(sequence_parallel=False), "1": RowParallel(sequence_parallel=False)}
@@ -127,6 +134,8 @@ def parametrized_before(rank: int, size: int, store: Any, seed: int) -> None:
         register(reference[1])
         with pytest.raises(TypeError, match=r"RowParallel: expected Linear with parameters of its own, got"):
             parallelize(copy.deepcopy(reference), mesh, PLAN)
+        with pytest.raises(TypeError, match=r"SharedGather at '1': expected Linear with parameters of its own, got"):
+            parallelize(nn.Sequential(copy.deepcopy(reference)), mesh, {"0": SharedGather("0", "1")})
         compare(parallelize(copy.deepcopy(reference), mesh, {}), reference, x)
     embedding = nn.Sequential(nn.Embedding(8, 4))
     parametrizations.weight_norm(embedding[0])

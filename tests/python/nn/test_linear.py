@@ -243,7 +243,7 @@ TYPES = {
         lambda c: ColumnParallelLinear.from_linear([nn.Linear(2, 2), weight_norm(nn.Linear(2, 2))], c),
     r"RowParallelLinear.from_linear: expected Linear with parameters of its own, got ParametrizedLinear. Before":
         lambda c: RowParallelLinear.from_linear(weight_norm(nn.Linear(2, 2)), c),
-    r"RowParallelLinear.from_linear: expected an nn.Linear, got Doubled":
+    r"RowParallelLinear.from_linear: expected an nn.Linear, got Doubled; its weight and bias alone are taken":
         lambda c: RowParallelLinear.from_linear(Doubled(2, 2), c),
 }  # fmt: skip
 

@@ -56,9 +56,8 @@ class Style(ParallelStyle):
         return sequence if isinstance(sequence, SharedSequence) else self._sequence(comm)
 
     def _linear(self, module: nn.Module, name: str = "") -> nn.Linear:
-        who = type(self).__name__
         at = f" at '{name}'" if name else ""
-        return expect_linear(who, f"an nn.Linear{at}", module, "; change the plan")
+        return expect_linear(type(self).__name__, "an nn.Linear", module, "change the plan", at)
 
     def _base_linear(self, module: Any, name: str = "") -> nn.Linear:
         """Returns the nn.Linear that a module is, or that it holds under LoRA."""
