@@ -1,6 +1,6 @@
 // all_reduce with a residual, an RMSNorm and the quantization of its result in the same kernel. A
-// cluster of blocks processes a row: the blocks exchange their sums of squares while the row stays
-// in registers.
+// cluster of blocks processes a row: the blocks exchange their sums of squares and their largest
+// elements while the row stays in registers.
 #include "torch_overlap/collectives/cuda/ll128_device.h"
 #include "torch_overlap/collectives/cuda/rms_norm_device.h"
 #include "torch_overlap/collectives/cuda/simple_device.h"
@@ -16,13 +16,21 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
   constexpr int kData = kWords * 4;
   __shared__ RowSums sums;
   [[maybe_unused]] __shared__ RowMaxima maxima;
-  arrive_in_cluster();
+  begin_rows(sums, n.row_blocks);
+  if constexpr (kQuantizes) begin_maxima(maxima, n);
   const LLState state = begin_ll<Case>(p);
   const auto packet = static_cast<uint32_t>(threadIdx.x);
   const uint64_t column = (uint64_t{blockIdx.x % n.row_blocks} * p.chunk + packet) * kData;
   const bool has_packet = packet < p.chunk && column < n.row_bytes;
   const uint64_t valid = has_packet ? n.row_bytes - column : 0;
   bool is_good = try_enter(p, state.entry);
+  // Elements of the row: the block's first, and this thread's.
+  [[maybe_unused]] const auto first_of_block = (column - packet * kData) / sizeof(T);
+  [[maybe_unused]] const auto range = [&](int) {
+    const uint64_t first = column / sizeof(T);
+    const uint64_t end = min(first + kData / sizeof(T), n.row_bytes / sizeof(T));
+    return RowRange{first, has_packet ? end : first};
+  };
 
   uint32_t round = 0;
   for (uint32_t chunk = blockIdx.x; chunk < p.max_chunks; chunk += gridDim.x, ++round) {
@@ -50,17 +58,20 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
       part[0].round();
       store_words<Case>(n.residual_out + at, part[0].rounded(), valid);
     }
-    float squares = part[0].squares();
-    is_good = sum_of_row(sums, n.row_blocks, round, is_good, squares);
+    RowTotals totals{part[0].squares()};
+    part[0].multiply(weight);
+    if constexpr (kQuantizes) {
+      totals.largest = part[0].largest();
+      collect_maxima(maxima, n, first_of_block, round, part, range);
+    }
+    is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals);
     if (!is_good) break;
-    part[0].norm(scale_of(squares, n.row_bytes / sizeof(T), n.eps), weight);
+    const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
+    part[0].scale(factor);
     if (has_packet && n.keeps_rows) store_words<Case>(p.recv[0] + at, part[0].rounded(), valid);
     if constexpr (kQuantizes) {
-      constexpr uint64_t kElements = RowPart<T, kWords>::kElements;
-      const uint64_t first = column / sizeof(T);
-      const uint64_t end = has_packet ? min(first + kElements, n.row_bytes / sizeof(T)) : first;
-      quantize_row(maxima, n, chunk / n.row_blocks, first - packet * kElements, round, part,
-                   [&](int) { return RowRange{first, end}; });
+      quantize_row(maxima, n, chunk / n.row_blocks, first_of_block, round, totals.largest, factor,
+                   part, range);
     }
   }
   end_ll<Case>(p, state);
@@ -74,7 +85,8 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
                       const __grid_constant__ NormParams n) {
   __shared__ RowSums sums;
   [[maybe_unused]] __shared__ RowMaxima maxima;
-  arrive_in_cluster();
+  begin_rows(sums, n.row_blocks);
+  if constexpr (kQuantizes) begin_maxima(maxima, n);
   const LLState state = begin_ll<Case>(p);
   const ll128::Lane lane = ll128::this_lane();
   const uint64_t first_of_block = uint64_t{blockIdx.x % n.row_blocks} * p.chunk * G::kLL128UnitData;
@@ -84,6 +96,11 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
                                static_cast<uint32_t>(min(left, uint64_t{G::kLL128UnitData}))};
   const bool is_due = ll128::is_ll_due(of_row, lane);
   bool is_good = try_enter(p, state.entry);
+  [[maybe_unused]] const auto range = [&](int) {  // this thread's elements of the row
+    const uint64_t begin = (first + lane.at) / sizeof(T);
+    const uint64_t length = RowPart<T, 4>::kElements / (lane.is_short ? 2 : 1);
+    return RowRange{begin, min(begin + length, n.row_bytes / sizeof(T))};
+  };
 
   uint32_t round = 0;
   for (uint32_t chunk = blockIdx.x; chunk < p.max_chunks; chunk += gridDim.x, ++round) {
@@ -114,17 +131,20 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
       part[0].round();
       ll128::store_piece<Case>(n.residual_out, unit, lane, part[0].rounded());
     }
-    float squares = part[0].squares();
-    is_good = sum_of_row(sums, n.row_blocks, round, is_good, squares);
+    RowTotals totals{part[0].squares()};
+    part[0].multiply(weight);
+    if constexpr (kQuantizes) {
+      totals.largest = part[0].largest();
+      collect_maxima(maxima, n, first_of_block / sizeof(T), round, part, range);
+    }
+    is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals);
     if (!is_good) break;
-    part[0].norm(scale_of(squares, n.row_bytes / sizeof(T), n.eps), weight);
+    const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
+    part[0].scale(factor);
     if (n.keeps_rows) ll128::store_piece<Case>(p.recv[0], unit, lane, part[0].rounded());
     if constexpr (kQuantizes) {
-      const uint64_t begin = (first + lane.at) / sizeof(T);
-      const uint64_t length = RowPart<T, 4>::kElements / (lane.is_short ? 2 : 1);
-      const uint64_t end = min(begin + length, n.row_bytes / sizeof(T));
-      quantize_row(maxima, n, row, first_of_block / sizeof(T), round, part,
-                   [&](int) { return RowRange{begin, end}; });
+      quantize_row(maxima, n, row, first_of_block / sizeof(T), round, totals.largest, factor, part,
+                   range);
     }
   }
   end_ll<Case>(p, state);
@@ -136,7 +156,7 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
                        const __grid_constant__ NormParams n) {
   constexpr int kVectorsPerThread = G::kVectors / G::kThreads;
   __shared__ RowSums sums;
-  arrive_in_cluster();
+  begin_rows(sums, n.row_blocks);
   exchange<Case>(p, [&](const BlockState& state, uint32_t chunk, uint32_t round, bool is_good) {
     const uint64_t first = uint64_t{chunk} * p.chunk;
     const uint64_t first_of_row = uint64_t{chunk % n.row_blocks} * p.chunk;
@@ -164,7 +184,7 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
       weight[j] = load_words<Case, 4>(n.weight + column, kVector);
     }
     RowPart<T, 4> part[kVectorsPerThread];
-    float squares = 0;
+    RowTotals totals;
 #pragma unroll
     for (int j = 0; j < kVectorsPerThread; ++j) {
       const uint32_t i = index(j);
@@ -173,17 +193,18 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
       part[j].add(residual[j]);
       part[j].add(bias[j]);
       part[j].round();
-      squares += part[j].squares();
+      totals.squares += part[j].squares();
       store_words<Case>(n.residual_out + (first + i) * kVector, part[j].rounded(), kVector);
+      part[j].multiply(weight[j]);
     }
-    is_good = sum_of_row(sums, n.row_blocks, round, is_good, squares);
+    is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals);
     if (!is_good) return false;
-    const float scale = scale_of(squares, n.row_bytes / sizeof(T), n.eps);
+    const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
 #pragma unroll
     for (int j = 0; j < kVectorsPerThread; ++j) {
       const uint32_t i = index(j);
       if (i == ~0U) continue;
-      part[j].norm(scale, weight[j]);
+      part[j].scale(factor);
       if (!n.keeps_rows) continue;
       store_words<Case>(p.recv[0] + (first + i) * kVector, part[j].rounded(), kVector);
     }

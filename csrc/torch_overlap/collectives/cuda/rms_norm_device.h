@@ -1,8 +1,9 @@
 #pragma once
 
-// Rows in registers, and sums over the blocks of a cluster. For .cu files.
+// Rows in registers, and totals over the blocks of a cluster. For .cu files.
 #include "torch_overlap/collectives/cuda/protocol_device.h"
 #include "torch_overlap/common/cuda/float8_device.h"
+#include "torch_overlap/common/cuda/hopper_device.h"
 
 namespace torch_overlap::cuda {
 
@@ -37,7 +38,7 @@ class RowPart {
     for (int i = 0; i < kElements; ++i) sum += at_[i] * at_[i];
     return sum;
   }
-  // Requires round() or norm() before.
+  // Requires round() or scale() before.
   __device__ __forceinline__ Words<kWords> rounded() const {
     T elements[kElements];
 #pragma unroll
@@ -46,9 +47,22 @@ class RowPart {
     std::memcpy(words.at, elements, sizeof(words.at));
     return words;
   }
-  __device__ __forceinline__ void norm(float scale, const Words<kWords>& weight) {
+  // Returns the largest magnitude, as in float8_device.h.
+  __device__ __forceinline__ uint32_t largest() const {
+    uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) at_[i] = at_[i] * scale * element(weight, i);
+    for (int i = 0; i < kElements; ++i) largest = max(largest, __float_as_uint(fabsf(at_[i])));
+    return largest;
+  }
+  // An RMSNorm multiplies by the weight first: products of 16-bit values are exact, and scale()
+  // does not change which of them is the largest.
+  __device__ __forceinline__ void multiply(const Words<kWords>& weight) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) at_[i] *= element(weight, i);
+  }
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) at_[i] *= factor;
     round();
   }
   __device__ __forceinline__ float value(int i) const { return at_[i]; }
@@ -65,13 +79,39 @@ class RowPart {
 
 inline constexpr int kWarps = G::kThreads / kWarp;
 
-// Returns the sum over a warp, on all of its threads.
-__device__ __forceinline__ float sum_of_warp(float value) {
+// Totals of a row, or of a part of it.
+struct alignas(8) RowTotals {
+  float squares = 0;
+  uint32_t largest = 0;  // magnitude of the elements times their weights
+};
+
+// Combines in an order that depends only on the number of threads. The result is on all of them.
+__device__ __forceinline__ RowTotals totals_of_warp(RowTotals totals) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(~0U, value, offset);
+    totals.squares += __shfl_xor_sync(~0U, totals.squares, offset);
   }
-  return value;
+  totals.largest = __reduce_max_sync(~0U, totals.largest);
+  return totals;
+}
+
+// `of_warp` is in shared memory: one per warp, or more.
+__device__ __forceinline__ RowTotals totals_of_warps(const RowTotals* of_warp, uint32_t warps) {
+  RowTotals totals;
+  for (uint32_t i = threadIdx.x % kWarp; i < warps; i += kWarp) {
+    totals.squares += of_warp[i].squares;
+    totals.largest = max(totals.largest, of_warp[i].largest);
+  }
+  return totals_of_warp(totals);
+}
+
+// All threads of the block call this. Before `of_warp` is used again, another such call must lie
+// between.
+__device__ __forceinline__ RowTotals totals_of_block(RowTotals* of_warp, RowTotals totals) {
+  totals = totals_of_warp(totals);
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = totals;
+  __syncthreads();
+  return totals_of_warps(of_warp, blockDim.x / kWarp);
 }
 
 __device__ __forceinline__ float scale_of(float squares, uint64_t elements, float eps) {
@@ -80,69 +120,81 @@ __device__ __forceinline__ float scale_of(float squares, uint64_t elements, floa
 
 // --- Clusters ------------------------------------------------------------------------------------
 
-// Values that the blocks of a cluster write to each other. Rounds alternate between two slots,
-// since a block may already be in the next round.
+// Every warp of a row's blocks writes its totals to all of these blocks, and an mbarrier of each
+// counts the bytes. Rounds alternate between two slots: who writes a slot again has received, in
+// the round between, the totals of every warp, which had read the slot before.
 struct RowSums {
-  float of_warp[kWarps];
-  float of_block[2][G::kMaxRowBlocks];
-  uint32_t is_good[2][G::kMaxRowBlocks];
+  RowTotals of_warp[2][G::kMaxRowBlocks * kWarps];
+  uint64_t has_arrived[2];
 };
 
-__device__ __forceinline__ void arrive_in_cluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-#endif
-}
+// Set in RowTotals::largest of a warp that is not good.
+inline constexpr uint32_t kIsBad = 1U << 31;
 
-__device__ __forceinline__ void wait_for_cluster() {
+// Stores `totals` at `own` in the shared memory of a block of the cluster, and counts its bytes at
+// the mbarrier `barrier` of that block.
+__device__ __forceinline__ void send_in_cluster(RowTotals* own, uint64_t* barrier, uint32_t block,
+                                                const RowTotals& totals) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
-
-template <typename Word>
-__device__ __forceinline__ void store_in_cluster(Word* own, uint32_t block, Word value) {
-#if __CUDA_ARCH__ >= 900
-  static_assert(sizeof(Word) == 4);
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
   asm volatile(
       "{\n"
-      ".reg .u32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "st.shared::cluster.u32 [remote], %2;\n"
-      "}" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))),
-      "r"(block), "r"(bits)
+      ".reg .u32 to, counter;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [to], {%3, %4}, [counter];\n"
+      "}" ::"r"(sm90::shared_address(own)),
+      "r"(sm90::shared_address(barrier)), "r"(block), "r"(__float_as_uint(totals.squares)),
+      "r"(totals.largest)
       : "memory");
 #endif
 }
 
-// Returns true if all blocks of a row are good, and sets `value` to its sum over them, with the
-// same bits on all threads and all ranks. All threads of all of these blocks call this in every
-// round until one block is not good. Each block has called arrive_in_cluster() once before: the
-// others must run before anything is written to them.
+// All threads call this once, before sum_of_row().
+__device__ __forceinline__ void begin_rows(RowSums& sums, uint32_t blocks) {
+#if __CUDA_ARCH__ >= 900
+  if (blocks == 1) return;
+  if (threadIdx.x == 0) {
+    for (uint64_t& barrier : sums.has_arrived)
+      sm90::barrier_init(sm90::shared_address(&barrier), 1);
+    sm90::fence_barrier_init();
+  }
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+
+// sum_of_row() if the row has several blocks.
+__device__ __forceinline__ RowTotals totals_of_cluster(RowSums& sums, uint32_t blocks,
+                                                       uint32_t round, RowTotals totals) {
+#if __CUDA_ARCH__ >= 900
+  const uint32_t warps = blockDim.x / kWarp;
+  const uint32_t warp = blockIdx.x % blocks * warps + threadIdx.x / kWarp;
+  const uint32_t lane = threadIdx.x % kWarp;
+  RowTotals* const of_warp = sums.of_warp[round % 2];
+  uint64_t* const has_arrived = &sums.has_arrived[round % 2];
+  totals = totals_of_warp(totals);
+  // The others must have started before anything is written to them.
+  if (round == 0) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  if (threadIdx.x == 0) {
+    sm90::barrier_arrive_expect_tx(sm90::shared_address(has_arrived),
+                                   blocks * warps * sizeof(RowTotals));
+  }
+  if (lane < blocks) send_in_cluster(&of_warp[warp], has_arrived, lane, totals);
+  sm90::barrier_wait_cluster(sm90::shared_address(has_arrived), round / 2 % 2);
+  totals = totals_of_warps(of_warp, blocks * warps);
+  __syncwarp();
+#endif
+  return totals;
+}
+
+// Returns true if all blocks of a row are good, and changes the totals of a thread to those of the
+// row, with the same bits on all threads and all ranks. All threads of all of these blocks call
+// this in every round until one block is not good.
 __device__ __forceinline__ bool sum_of_row(RowSums& sums, uint32_t blocks, uint32_t round,
-                                           bool is_good, float& value) {
-  const uint32_t own = blockIdx.x % blocks;
-  const uint32_t turn = round % 2;
-  value = sum_of_warp(value);
-  if (threadIdx.x % kWarp == 0) sums.of_warp[threadIdx.x / kWarp] = value;
-  is_good = __syncthreads_and(static_cast<int>(is_good)) != 0;
-  if (round == 0) wait_for_cluster();
-  if (threadIdx.x < blocks) {
-    float of_block = 0;
-    for (uint32_t warp = 0; warp < blockDim.x / kWarp; ++warp) of_block += sums.of_warp[warp];
-    store_in_cluster(&sums.of_block[turn][own], threadIdx.x, of_block);
-    store_in_cluster(&sums.is_good[turn][own], threadIdx.x, static_cast<uint32_t>(is_good));
-  }
-  arrive_in_cluster();
-  wait_for_cluster();
-  value = 0;
-  for (uint32_t block = 0; block < blocks; ++block) {
-    value += sums.of_block[turn][block];
-    is_good = is_good && sums.is_good[turn][block] != 0;
-  }
-  return is_good;
+                                           bool is_good, RowTotals& totals) {
+  if (!is_good) totals.largest |= kIsBad;
+  totals = blocks == 1 ? totals_of_block(sums.of_warp[round % 2], totals)
+                       : totals_of_cluster(sums, blocks, round, totals);
+  return (totals.largest & kIsBad) == 0;
 }
 
 // --- Quantization --------------------------------------------------------------------------------
@@ -153,30 +205,22 @@ inline constexpr int kMaxVectorsPerThread = 8;
 inline constexpr int kMaxNormScales =
     kMaxVectorsPerThread * G::kThreads * G::kVectorBytes / 2 / kNormScaleBlock;
 
-// Largest magnitudes of normalized rows, as in float8_device.h. In shared memory.
+// NormScaling::block: largest magnitudes of the elements times their weights, per scale. In shared
+// memory. Rounds alternate between three slots: a slot is cleared in the round before it is used,
+// when all threads are past the round in which it was read.
 struct RowMaxima {
-  uint32_t of_warp[kWarps];
-  uint32_t of_block[2][G::kMaxRowBlocks];  // as in RowSums
-  uint32_t of_scale[kMaxNormScales];
+  uint32_t of_scale[3][kMaxNormScales];
 };
 
-// Returns the largest value of a row, on all threads of its blocks.
-__device__ __forceinline__ uint32_t largest_of_row(RowMaxima& maxima, uint32_t blocks,
-                                                   uint32_t round, uint32_t value) {
-  value = __reduce_max_sync(~0U, value);
-  if (threadIdx.x % kWarp == 0) maxima.of_warp[threadIdx.x / kWarp] = value;
+__device__ __forceinline__ void clear(uint32_t (&of_scale)[kMaxNormScales]) {
+  for (uint32_t i = threadIdx.x; i < kMaxNormScales; i += blockDim.x) of_scale[i] = 0;
+}
+
+// All threads call this once, before the first round.
+__device__ __forceinline__ void begin_maxima(RowMaxima& maxima, const NormParams& n) {
+  if (n.scaling != NormScaling::block) return;
+  clear(maxima.of_scale[0]);
   __syncthreads();
-  value = 0;
-  for (uint32_t warp = 0; warp < blockDim.x / kWarp; ++warp) {
-    value = max(value, maxima.of_warp[warp]);
-  }
-  if (blocks == 1) return value;
-  uint32_t* const of_block = maxima.of_block[round % 2];
-  if (threadIdx.x < blocks) store_in_cluster(&of_block[blockIdx.x % blocks], threadIdx.x, value);
-  arrive_in_cluster();
-  wait_for_cluster();
-  for (uint32_t block = 0; block < blocks; ++block) value = max(value, of_block[block]);
-  return value;
 }
 
 // Stores the first `valid` bytes.
@@ -211,40 +255,70 @@ struct RowRange {
   uint64_t end;  // not greater than begin: none
 };
 
-// Quantizes a normalized row. parts[j] of this thread are the elements range_of(j); the elements of
-// a block begin at `first_of_block`, and their number is a multiple of kNormScaleBlock unless the
-// row ends. All threads of the row's blocks call this after sum_of_row() of the same round.
+// A part has elements of at most two blocks of scales: those before this element, and the others.
+__device__ __forceinline__ uint64_t next_scale(uint64_t begin) {
+  return (begin / kNormScaleBlock + 1) * kNormScaleBlock;
+}
+
+// Collects the largest magnitudes of a block's scales, after multiply(). parts[j] of this thread
+// are the elements range_of(j); the elements of a block begin at `first_of_block`, and their number
+// is a multiple of kNormScaleBlock unless the row ends. All threads call this before the row's
+// totals are exchanged.
 template <typename T, int kWords, int kParts, typename RangeOf>
-__device__ __forceinline__ void quantize_row(RowMaxima& maxima, const NormParams& n, uint64_t row,
-                                             uint64_t first_of_block, uint32_t round,
+__device__ __forceinline__ void collect_maxima(RowMaxima& maxima, const NormParams& n,
+                                               uint64_t first_of_block, uint32_t round,
+                                               const RowPart<T, kWords> (&parts)[kParts],
+                                               const RangeOf& range_of) {
+  if (n.scaling != NormScaling::block) return;
+  constexpr uint32_t kElements = RowPart<T, kWords>::kElements;
+  // The parts j of a warp are contiguous.
+  constexpr uint32_t kWarpScales = 3;
+  static_assert(kWarp * kElements <= (kWarpScales - 1) * kNormScaleBlock);
+  const uint32_t lane = threadIdx.x % kWarp;
+  uint32_t* const of_scale = maxima.of_scale[round % 3];
+#pragma unroll
+  for (int j = 0; j < kParts; ++j) {
+    const RowRange range = range_of(j);
+    const uint64_t next = next_scale(range.begin);
+    uint32_t before = 0;
+    uint32_t after = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kElements; ++i) {
+      const uint32_t magnitude = __float_as_uint(fabsf(parts[j].value(i)));
+      uint32_t& of = range.begin + i < next ? before : after;
+      if (range.begin + i < range.end) of = max(of, magnitude);
+    }
+    const auto scale = static_cast<uint32_t>((range.begin - first_of_block) / kNormScaleBlock);
+    const uint32_t first = __shfl_sync(~0U, scale, 0);
+    uint32_t of_lane = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kWarpScales; ++i) {
+      uint32_t largest = scale == first + i ? before : 0;
+      if (scale + 1 == first + i) largest = after;
+      largest = __reduce_max_sync(~0U, largest);
+      if (lane == i) of_lane = largest;
+    }
+    if (of_lane != 0) atomicMax(of_scale + first + lane, of_lane);
+  }
+  clear(maxima.of_scale[(round + 1) % 3]);
+}
+
+// Returns the magnitude of an element that scale(factor) makes of one with this magnitude.
+template <typename T>
+__device__ __forceinline__ uint32_t scaled_magnitude(uint32_t magnitude, float factor) {
+  return __float_as_uint(fabsf(widen(narrow<T>(__uint_as_float(magnitude) * factor))));
+}
+
+// Quantizes a normalized row, to which scale(factor) was applied. The other arguments are those of
+// collect_maxima(); `largest` is RowTotals::largest of the row.
+template <typename T, int kWords, int kParts, typename RangeOf>
+__device__ __forceinline__ void quantize_row(const RowMaxima& maxima, const NormParams& n,
+                                             uint64_t row, uint64_t first_of_block, uint32_t round,
+                                             uint32_t largest, float factor,
                                              const RowPart<T, kWords> (&parts)[kParts],
                                              const RangeOf& range_of) {
   constexpr int kElements = RowPart<T, kWords>::kElements;
   const uint64_t elements = n.row_bytes / sizeof(T);
-  const uint64_t first_scale = first_of_block / kNormScaleBlock;
-
-  // A part has elements of at most two blocks of scales: those before element next_scale(begin),
-  // and the others.
-  const auto next_scale = [](uint64_t begin) {
-    return (begin / kNormScaleBlock + 1) * kNormScaleBlock;
-  };
-  struct Largest {
-    uint32_t before = 0;
-    uint32_t after = 0;
-  };
-  const auto largest_of = [&](int j) {
-    Largest largest;
-    const RowRange range = range_of(j);
-    const uint64_t next = next_scale(range.begin);
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      if (range.begin + i >= range.end) continue;
-      const uint32_t magnitude = __float_as_uint(fabsf(parts[j].value(i)));
-      uint32_t& of = range.begin + i < next ? largest.before : largest.after;
-      of = max(of, magnitude);
-    }
-    return largest;
-  };
   const auto store = [&](int j, float before, float after) {
     const RowRange range = range_of(j);
     const uint64_t next = next_scale(range.begin);
@@ -262,29 +336,23 @@ __device__ __forceinline__ void quantize_row(RowMaxima& maxima, const NormParams
     uint8_t* const to = n.quantized + row * elements + range.begin;
     store_bytes<kElements>(to, bytes, range.end - range.begin);
   };
+  const auto scale_from = [&](uint32_t magnitude) {
+    return scale_from_amax<false>(scaled_magnitude<T>(magnitude, factor), false);
+  };
   const auto has_part = [&](int j) { return range_of(j).begin < range_of(j).end; };
 
   if (n.scaling == NormScaling::block) {
-    for (uint32_t i = threadIdx.x; i < kMaxNormScales; i += blockDim.x) maxima.of_scale[i] = 0;
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < kParts; ++j) {
-      if (!has_part(j)) continue;
-      const Largest largest = largest_of(j);
-      uint32_t* const of = maxima.of_scale + (range_of(j).begin / kNormScaleBlock - first_scale);
-      atomicMax(of, largest.before);
-      if (largest.after != 0) atomicMax(of + 1, largest.after);
-    }
-    __syncthreads();
+    const uint64_t first_scale = first_of_block / kNormScaleBlock;
+    __syncthreads();  // all have collected
 #pragma unroll
     for (int j = 0; j < kParts; ++j) {
       if (!has_part(j)) continue;
       const RowRange range = range_of(j);
       const uint64_t scale = range.begin / kNormScaleBlock;
-      const uint32_t* const of = maxima.of_scale + (scale - first_scale);
+      const uint32_t* const of = maxima.of_scale[round % 3] + (scale - first_scale);
       const bool has_next = range.end > next_scale(range.begin);
-      const float before = scale_from_amax<false>(of[0], false);
-      const float after = has_next ? scale_from_amax<false>(of[1], false) : 0.0F;
+      const float before = scale_from(of[0]);
+      const float after = has_next ? scale_from(of[1]) : 0.0F;
       store(j, before, after);
       if (range.begin % kNormScaleBlock == 0) {
         n.scale_inv[scale * n.rows + row] = __frcp_rn(before);
@@ -293,19 +361,7 @@ __device__ __forceinline__ void quantize_row(RowMaxima& maxima, const NormParams
     }
     return;
   }
-  float scale;
-  if (n.scaling == NormScaling::row) {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int j = 0; j < kParts; ++j) {
-      if (!has_part(j)) continue;
-      const Largest of_part = largest_of(j);
-      largest = max(largest, max(of_part.before, of_part.after));
-    }
-    scale = scale_from_amax<false>(largest_of_row(maxima, n.row_blocks, round, largest), false);
-  } else {
-    scale = *n.scale;
-  }
+  const float scale = n.scaling == NormScaling::row ? scale_from(largest) : *n.scale;
 #pragma unroll
   for (int j = 0; j < kParts; ++j) {
     if (!has_part(j)) continue;

@@ -12,45 +12,51 @@ constexpr int kVector = G::kVectorBytes;
 template <typename T, typename Case, int kVectorsPerThread, bool kQuantizes>
 __global__ void __launch_bounds__(G::kThreads)
     norm_kernel(char* rows, const __grid_constant__ NormParams n) {
-  __shared__ float sums[kWarps];
+  __shared__ RowTotals of_warp[kWarps];
   [[maybe_unused]] __shared__ RowMaxima maxima;
+  if constexpr (kQuantizes) begin_maxima(maxima, n);
   char* const row = rows + blockIdx.x * n.row_bytes;
   const char* const residual = n.residual + blockIdx.x * n.row_bytes;
+  const auto column = [](int j) { return (threadIdx.x + uint64_t{G::kThreads} * j) * kVector; };
+  [[maybe_unused]] const auto range = [&](int j) {
+    const uint64_t begin = column(j) / sizeof(T);
+    return RowRange{begin, min(begin + RowPart<T, 4>::kElements, n.row_bytes / sizeof(T))};
+  };
   RowPart<T, 4> part[kVectorsPerThread];
-  float squares = 0;
+  Words<4> weight[kVectorsPerThread];
 #pragma unroll
   for (int j = 0; j < kVectorsPerThread; ++j) {
-    const uint64_t at = (threadIdx.x + uint64_t{G::kThreads} * j) * kVector;
+    const uint64_t at = column(j);
     if (at >= n.row_bytes) continue;
     part[j].add(load_words<Case, 4>(row + at, n.row_bytes - at));
     part[j].add(load_words<Case, 4>(residual + at, n.row_bytes - at));
     if (n.bias != nullptr) part[j].add(load_words<Case, 4>(n.bias + at, n.row_bytes - at));
-    part[j].round();
-    squares += part[j].squares();
+    weight[j] = load_words<Case, 4>(n.weight + at, n.row_bytes - at);
   }
-  squares = sum_of_warp(squares);
-  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = squares;
-  __syncthreads();
-  squares = 0;
-#pragma unroll
-  for (const float of_warp : sums) squares += of_warp;
-  const float scale = scale_of(squares, n.row_bytes / sizeof(T), n.eps);
+  RowTotals totals;
 #pragma unroll
   for (int j = 0; j < kVectorsPerThread; ++j) {
-    const uint64_t at = (threadIdx.x + uint64_t{G::kThreads} * j) * kVector;
+    const uint64_t at = column(j);
     if (at >= n.row_bytes) continue;
-    const auto weight = load_words<Case, 4>(n.weight + at, n.row_bytes - at);
+    part[j].round();
+    totals.squares += part[j].squares();
     store_words<Case>(n.residual_out + blockIdx.x * n.row_bytes + at, part[j].rounded(),
                       n.row_bytes - at);
-    part[j].norm(scale, weight);
+    part[j].multiply(weight[j]);
+    if constexpr (kQuantizes) totals.largest = max(totals.largest, part[j].largest());
+  }
+  if constexpr (kQuantizes) collect_maxima(maxima, n, 0, 0, part, range);
+  totals = totals_of_block(of_warp, totals);
+  const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
+#pragma unroll
+  for (int j = 0; j < kVectorsPerThread; ++j) {
+    const uint64_t at = column(j);
+    if (at >= n.row_bytes) continue;
+    part[j].scale(factor);
     if (n.keeps_rows) store_words<Case>(row + at, part[j].rounded(), n.row_bytes - at);
   }
   if constexpr (kQuantizes) {
-    quantize_row(maxima, n, blockIdx.x, 0, 0, part, [&](int j) {
-      constexpr uint64_t kElements = RowPart<T, 4>::kElements;
-      const uint64_t begin = (threadIdx.x + uint64_t{G::kThreads} * j) * kElements;
-      return RowRange{begin, min(begin + kElements, n.row_bytes / sizeof(T))};
-    });
+    quantize_row(maxima, n, blockIdx.x, 0, 0, totals.largest, factor, part, range);
   }
 }
 
