@@ -526,8 +526,8 @@ TEST(PlanNorm, LinesOfTwoRanksThenSimple) {
     return plan.row_blocks > 0 ? plan.protocol : Protocol::none;
   };
   EXPECT_EQ(protocol(1, true), Protocol::ll128);
-  EXPECT_EQ(protocol(96, true), Protocol::ll128);
-  EXPECT_EQ(protocol(97, true), Protocol::simple);
+  EXPECT_EQ(protocol(128, true), Protocol::ll128);
+  EXPECT_EQ(protocol(129, true), Protocol::simple);
   EXPECT_EQ(protocol(256, true), Protocol::simple);
   EXPECT_EQ(protocol(257, true), Protocol::none);
   EXPECT_EQ(block_scaled_plan(2, 128, 4096, CollectiveMode::automatic).protocol, Protocol::ll128);

@@ -270,35 +270,23 @@ __device__ __forceinline__ void collect_maxima(RowMaxima& maxima, const NormPara
                                                const RowPart<T, kWords> (&parts)[kParts],
                                                const RangeOf& range_of) {
   if (n.scaling != NormScaling::block) return;
-  constexpr uint32_t kElements = RowPart<T, kWords>::kElements;
-  // The parts j of a warp are contiguous.
-  constexpr uint32_t kWarpScales = 3;
-  static_assert(kWarp * kElements <= (kWarpScales - 1) * kNormScaleBlock);
-  const uint32_t lane = threadIdx.x % kWarp;
-  uint32_t* const of_scale = maxima.of_scale[round % 3];
+  const uint64_t first_scale = first_of_block / kNormScaleBlock;
 #pragma unroll
   for (int j = 0; j < kParts; ++j) {
     const RowRange range = range_of(j);
+    if (range.begin >= range.end) continue;
     const uint64_t next = next_scale(range.begin);
     uint32_t before = 0;
     uint32_t after = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < kElements; ++i) {
+    for (int i = 0; i < RowPart<T, kWords>::kElements; ++i) {
       const uint32_t magnitude = __float_as_uint(fabsf(parts[j].value(i)));
       uint32_t& of = range.begin + i < next ? before : after;
       if (range.begin + i < range.end) of = max(of, magnitude);
     }
-    const auto scale = static_cast<uint32_t>((range.begin - first_of_block) / kNormScaleBlock);
-    const uint32_t first = __shfl_sync(~0U, scale, 0);
-    uint32_t of_lane = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < kWarpScales; ++i) {
-      uint32_t largest = scale == first + i ? before : 0;
-      if (scale + 1 == first + i) largest = after;
-      largest = __reduce_max_sync(~0U, largest);
-      if (lane == i) of_lane = largest;
-    }
-    if (of_lane != 0) atomicMax(of_scale + first + lane, of_lane);
+    uint32_t* const of = maxima.of_scale[round % 3] + (range.begin / kNormScaleBlock - first_scale);
+    atomicMax(of, before);
+    if (after != 0) atomicMax(of + 1, after);
   }
   clear(maxima.of_scale[(round + 1) % 3]);
 }
