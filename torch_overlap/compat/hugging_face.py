@@ -54,9 +54,9 @@ def register_parallel_styles(algorithm: str = "auto") -> list[str]:
             _expect_linear(module)
             comm = comm_of(mesh)
 
-            def forward(module: Any, x: Tensor) -> Tensor:
+            def forward(module: Any, input: Tensor) -> Tensor:
                 weight, bias = _local(module)
-                (y,) = copy_matmul(x, [weight], [bias], comm, algorithm)
+                (y,) = copy_matmul(input, [weight], [bias], comm, algorithm)
                 return ops.all_gather(y, comm, -1, grad="I") if self.gathers else y
 
             return _with_forward(module, forward)
@@ -70,9 +70,10 @@ def register_parallel_styles(algorithm: str = "auto") -> list[str]:
             _expect_linear(module)
             comm = comm_of(mesh)
 
-            def forward(module: Any, x: Tensor) -> Tensor:
+            def forward(module: Any, input: Tensor) -> Tensor:
                 weight, bias = _local(module)
-                return sum_matmul(local_shard(x, -1, comm) if self.splits else x, weight, bias, comm, algorithm)
+                part = local_shard(input, -1, comm) if self.splits else input
+                return sum_matmul(part, weight, bias, comm, algorithm)
 
             return _with_forward(module, forward)
 

@@ -162,12 +162,12 @@ class ColumnParallelLinear(ParallelLinear):
         """This rank's part of each bias; None for a layer without one."""
         return [local_parameter(self, bias) for _, bias in self._names]
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, input: Tensor) -> Any:
         """Returns a tensor, or a list if `out_features` is a list. Valid on the current stream."""
-        self._expect_no_tangent(x)
+        self._expect_no_tangent(input)
         parts = self.weights
-        weights, main_grads = self._with_main_grads(x, [name for name, _ in self._names], parts)
-        outputs = self._products(x, weights, self.biases, main_grads)
+        weights, main_grads = self._with_main_grads(input, [name for name, _ in self._names], parts)
+        outputs = self._products(input, weights, self.biases, main_grads)
         watch_changes(zip([getattr(self, weight) for weight, _ in self._names], parts, strict=True), outputs)
         return outputs if isinstance(self.out_features, list) else outputs[0]
 
@@ -336,16 +336,15 @@ class RowParallelLinear(ParallelLinear):
     def _local(self) -> tuple[Tensor, Tensor | None]:
         return local_parameter(self, "weight"), local_parameter(self, "bias")  # type: ignore[return-value]
 
-    def forward(self, x: Tensor, regather: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, regather: Tensor | None = None) -> Tensor:
         """Returns the output, valid on the current stream.
 
         Args:
-            x: the input.
+            input: this rank's features of it, or all, see `input_is_parallel`.
             regather: as for ops.matmul_reduce_scatter, with sequence_parallel.
         """
-        self._expect_no_tangent(x)
-        if not self.input_is_parallel:
-            x = local_shard(x, -1, self.comm)
+        self._expect_no_tangent(input)
+        x = input if self.input_is_parallel else local_shard(input, -1, self.comm)
         weight, bias = self._local()
         self._expect_features(x, [weight])
         part = weight

@@ -15,7 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_overlap as to
 from torch_overlap.nn import ColumnParallelLinear, RowParallelLinear
-from torch_overlap.nn.styles import ColumnParallel, RowParallel, SequenceParallel, ShardInput, SharedGather, comm_of
+from torch_overlap.nn.styles import (
+    ColumnParallel,
+    GatherSequence,
+    RowParallel,
+    SequenceParallel,
+    ShardInput,
+    SharedGather,
+    comm_of,
+    parallelize,
+)
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -124,6 +133,43 @@ def test_linears_that_share_their_input_share_one_transfer():
     assert run_ranks(counted, 2, True, comm=False) == [(2 * 4 + 2, 2 * 6 + 2 + 1 + 5)] * 2
     # Forward: two sums per block, and the logits. Backward: two sums per block, and one of the head.
     assert run_ranks(counted, 2, False, comm=False) == [(2 * 2 + 1, 2 * 2 + 1)] * 2
+
+
+class Named(nn.Module):
+    """Passes the inputs of its linears by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(6, 12), nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        return self.down(input=F.silu(self.gate(input=x)) * self.up(input=x))
+
+
+def by_name(rank, size, store, seed, sequence_parallel, shares):
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole = Named().double()
+    options = {"sequence_parallel": sequence_parallel}
+    columns = {"0": SharedGather("gate", "up", **options)} if shares else dict.fromkeys(
+        ("0.gate", "0.up"), ColumnParallel(**options))  # fmt: skip
+    rows = {"0.down": RowParallel(**options)}
+    ends = {"": ShardInput(argument="input"), "1": GatherSequence()} if sequence_parallel else {}
+    model = nn.Sequential(copy.deepcopy(whole), nn.Identity())
+    parallelize(model, mesh, ends | columns | rows)
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    y, want = model(input=x), whole(x)
+    close(y, want)
+    gradient = torch.randn_like(want)
+    y.backward(gradient)
+    want.backward(gradient)
+    compare_gradients(model[0], whole)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_inputs_passed_by_name(seed, sequence_parallel, shares):
+    run_ranks(by_name, 2, seed, sequence_parallel, shares, comm=False)
 
 
 # --- Hugging Face -------------------------------------------------------------------------------------

@@ -82,7 +82,12 @@ class RowParallel(Style):
         become(linear, layer)
         sequence = self._remember(linear, comm)
         if self.sequence_parallel:
-            linear.register_forward_pre_hook(lambda _, args: (sequence.pad(args[0], self.sequence_dim), *args[1:]))
+
+            def pad(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                x = first_tensor("RowParallel", args, kwargs, "input")
+                return with_first(args, kwargs, "input", sequence.pad(x, self.sequence_dim))
+
+            linear.register_forward_pre_hook(pad, with_kwargs=True)
         if linear is not module:
             split_adapters(module, self.src_data_rank)
         return module
@@ -172,11 +177,11 @@ class _SharedColumn(ColumnParallelLinear):
     shared: _Gather
     index: int
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, input: Tensor) -> Any:
         # Nothing was gathered: a hook may give the linear a tensor of its own.
-        if not self.sequence_parallel and self.shared.input is not None and x is not self.shared.input:
-            return super().forward(x)
-        return self.shared.output(self.index, x)
+        if not self.sequence_parallel and self.shared.input is not None and input is not self.shared.input:
+            return super().forward(input)
+        return self.shared.output(self.index, input)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # The linears are moved one after the other: those that were joined are joined again after the last one.

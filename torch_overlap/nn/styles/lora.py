@@ -88,14 +88,14 @@ class PartialDropout(nn.Dropout):
         super().__init__(p)
         self._take = take
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns x, with elements dropped in training."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the input, with elements dropped in training."""
         if not self.training or self.p == 0:
-            return x
-        shape, own_part = self._take(x)
+            return input
+        shape, own_part = self._take(input)
         with torch.no_grad():
-            mask = own_part(F.dropout(x.new_ones(shape), self.p))
-        return x * mask
+            mask = own_part(F.dropout(input.new_ones(shape), self.p))
+        return input * mask
 
 
 def split_dropout(layer: Any, name: str, take: Take) -> None:
