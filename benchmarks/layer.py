@@ -191,7 +191,8 @@ class LayerVariants:
             part()
             calls[name] = in_graph(part) if self.is_cuda else part
         if self.is_cuda:
-            self.by_category = {name: layer_floor.profile(calls[name]) for name in self.layers}
+            self.by_category = {name: layer_floor.time_by_category(layer_floor.profile(calls[name]))
+                                for name in self.layers}  # fmt: skip
         calls |= {name: self.layers[name.removesuffix(EAGER)].step for name in self.eager}
         return {name: calls[name] for name in (*self.layers, *self.eager, *self.parts.calls())}
 

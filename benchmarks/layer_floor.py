@@ -19,6 +19,8 @@ from torch._C._autograd import DeviceType
 from torch_overlap.mesh.models import Transformer
 from torch_overlap.tools.bench.trace import lane_of
 
+Kernel = tuple[str, float, float]  # name, start and duration in microseconds
+
 COPY_BYTES = 256 << 20
 # Bytes read or written by fused element-wise kernels, forward and backward, in units of this rank's rows [S/n, hidden]
 # and of its hidden features [S, ffn/n]: two norms with residuals, and the activation with its gate.
@@ -124,8 +126,8 @@ def category_of(kernel: str) -> str:
     return "products" if lane == "product" else lane
 
 
-def time_by_category(kernels: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Returns microseconds by category of kernels (name, start, duration), and two more entries.
+def time_by_category(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """Returns microseconds by category of kernels, and two more entries.
 
     "idle": no kernel runs between the first and the last. "communication alone": communication runs and nothing else.
     Categories overlap in time, so their sum may exceed the whole.
@@ -157,16 +159,22 @@ def _length(spans: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def profile(call: Callable[[], object]) -> dict[str, float]:
-    """Returns time_by_category() of one call on this rank's GPU. The call waits for the other ranks: all make it."""
+def longest(kernels: Iterable[Kernel], count: int) -> list[tuple[str, int, float]]:
+    """Returns the kernels that take the longest together: name, number of launches, microseconds."""
+    found: dict[str, tuple[int, float]] = {}
+    for name, _, duration in kernels:
+        launches, us = found.get(name, (0, 0.0))
+        found[name] = launches + 1, us + duration
+    return [(name, *found[name]) for name in sorted(found, key=lambda name: -found[name][1])[:count]]
+
+
+def profile(call: Callable[[], object]) -> list[Kernel]:
+    """Returns the kernels of one call on this rank's GPU. The call waits for the other ranks: all make it."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     with profiler(activities=[ProfilerActivity.CUDA]) as recorded:
         call()
         torch.cuda.synchronize()
-    return time_by_category(
-        (event.name, event.time_range.start, event.time_range.elapsed_us())
-        for event in recorded.events()
-        if event.device_type == DeviceType.CUDA
-    )
+    return [(event.name, event.time_range.start, event.time_range.elapsed_us())
+            for event in recorded.events() if event.device_type == DeviceType.CUDA]  # fmt: skip

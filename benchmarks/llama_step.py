@@ -125,7 +125,7 @@ class StepVariants:
         watch = {name: captured if self.is_captured.get(name, True) else self.ranks.eager for name in {**run, **calls}}
         samplers = {name: watch[name].sampler(call) for name, call in {**run, **calls}.items()}
         samples = slowest_rank(interleave(samplers, self.args.rounds, warmup=1), self.ranks.comm)
-        self.by_category = {name: layer_floor.profile(call) for name, call in run.items()} if self.is_cuda else {}
+        self.kernels = {name: layer_floor.profile(call) for name, call in run.items()} if self.is_cuda else {}
         return samples
 
     def floor_of(self, samples: Samples) -> dict[str, float]:
@@ -156,7 +156,7 @@ def rows_of(variants: StepVariants, samples: Samples) -> list[dict[str, Any]]:
             "ratio_peak": us * 1e-6 * size * PEAK / flops,
             "peak_gib": variants.peak_bytes[name.removesuffix(EAGER)] / 2**30,
             **{f"over_{peer}": ratio_of(samples, name, peer).median for peer in peers if peer != name},
-            "us_by_category": variants.by_category.get(name, {}),
+            "us_by_category": layer_floor.time_by_category(variants.kernels.get(name, [])),
         })  # fmt: skip
     return rows
 
@@ -180,6 +180,7 @@ def main() -> None:
     add("--algorithms", default=ALGORITHMS, help="of ours (default: %(default)s)")
     add("--rounds", type=int, default=10)
     add("--out", type=Path, help="the folder of the result; default: it is only printed")
+    add("--kernels", type=int, default=0, help="also prints this many of the longest kernels (default: none)")
     add("--tiny", action="store_true", help="sizes for a CPU, which measures nothing")
     args = parser.parse_args()
     if args.batch % args.accumulate != 0:
@@ -194,6 +195,10 @@ def main() -> None:
     floor = rows[0]["floor"]
     ranks.say(f"{'floor':16s}{floor['us'] / 1000:9.2f} ms: layers {floor['layers_us'] / 1000:.2f}, head "
               f"{floor['head_us'] / 1000:.2f}, optimizer {floor['optimizer_us'] / 1000:.2f}")  # fmt: skip
+    for name, kernels in variants.kernels.items() if args.kernels else ():
+        ranks.say(f"longest kernels of {name}")
+        for kernel, launches, us in layer_floor.longest(kernels, args.kernels):
+            ranks.say(f"    {us / 1000:9.2f} ms {launches:6d} x {us / launches:9.1f} us  {kernel[:120]}")
     for name, why in variants.missing.items():
         ranks.say(f"  not run: {name}: {why}")
     if args.out is not None and ranks.rank == 0:

@@ -16,7 +16,7 @@ from torch_overlap.tools.bench.libraries import NO_CUDA
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 LAYER = BENCHMARKS / "layer.py"
 sys.path.insert(0, str(BENCHMARKS))
-from layer_floor import time_by_category  # noqa: E402
+from layer_floor import longest, time_by_category  # noqa: E402
 
 # torch's fused operators on the CPU, by its references for fake tensors; their products times {factor}.
 WITH_FUSED = """
@@ -105,3 +105,9 @@ def test_async_tp_takes_turns_unless_it_is_wrong(launcher: Launcher, tmp_path: P
         assert set(row["peers"]) == {"nccl"}
         for name in names:
             assert f"expected {name} within" in found["missing"]["llama3-8b"][name]
+
+
+def test_the_longest_kernels_are_summed_by_name() -> None:
+    kernels = [("a", 0.0, 2.0), ("b", 2.0, 3.0), ("a", 5.0, 2.0), ("c", 7.0, 1.0)]
+    assert longest(kernels, 2) == [("a", 2, 4.0), ("b", 1, 3.0)]
+    assert longest([], 2) == []
