@@ -7,7 +7,7 @@
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/rsqrt.h>
 
-#include "torch_overlap/ops/register.h"
+#include "torch_overlap/ops/composed.h"
 
 namespace torch_overlap::ops {
 namespace {
@@ -15,9 +15,11 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 using NormAndHidden = std::tuple<Tensor, Tensor>;
 
-constexpr const char* kAddRmsNorm = "add_rms_norm";
-constexpr const char* kForward = "_add_rms_norm";
-constexpr const char* kBackward = "_add_rms_norm_backward";
+constexpr char kAddRmsNorm[] = "add_rms_norm";
+constexpr char kNormForward[] = "_add_rms_norm";
+constexpr char kNormGradient[] = "_add_rms_norm_backward";
+using NormForward = Composed<kNormForward, composed_add_rms_norm>;
+using NormGradient = Composed<kNormGradient, composed_add_rms_norm_backward>;
 
 at::ScalarType wide_type(const Tensor& x) { return at::toOpMathType(x.scalar_type()); }
 
@@ -39,20 +41,13 @@ std::tuple<Tensor, Tensor> backward_meta(const Tensor&, const OptionalTensor&, c
           at::empty_symint(weight.sym_sizes(), weight.options())};
 }
 
-auto call_forward(const Tensor& x, const OptionalTensor& residual, const Tensor& weight,
-                  double eps) {
-  static const auto op = find_op<decltype(composed_add_rms_norm)>(kForward);
-  return op.call(x, residual, weight, eps);
-}
-
 class AddRmsNorm : public Function<AddRmsNorm> {
  public:
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* context, const Tensor& x,
                                const OptionalTensor& residual, const Tensor& weight, double eps) {
-    const BelowAutograd guard;
-    auto [norm, hidden, inverse] = call_forward(x, residual, weight, eps);
+    auto [norm, hidden, inverse] = NormForward::call_below_autograd(x, residual, weight, eps);
     context->save_for_backward({residual ? hidden : x, weight, inverse});
     context->saved_data["adds"] = residual.has_value();
     context->saved_data["eps"] = eps;
@@ -71,9 +66,8 @@ class AddRmsNorm : public Function<AddRmsNorm> {
       const auto sum = hidden_grad.value_or(Tensor());
       return {sum, sum, Tensor(), Tensor()};
     }
-    static const auto op = find_op<decltype(composed_add_rms_norm_backward)>(kBackward);
-    auto [sum, weight_grad] = op.call(grads[0], hidden_grad, saved[0], saved[1], saved[2],
-                                      context->saved_data["eps"].toDouble());
+    auto [sum, weight_grad] = NormGradient::call(grads[0], hidden_grad, saved[0], saved[1],
+                                                 saved[2], context->saved_data["eps"].toDouble());
     return {sum, adds ? sum : Tensor(), std::move(weight_grad), Tensor()};
   }
 };
@@ -89,8 +83,7 @@ NormAndHidden differentiable(const Tensor& x, const OptionalTensor& residual, co
 NormAndHidden add_rms_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight,
                            double eps) {
   check_add_rms_norm(kAddRmsNorm, x, residual, weight, eps);
-  const BelowAutograd guard;
-  auto [norm, hidden, inverse] = call_forward(x, residual, weight, eps);
+  auto [norm, hidden, inverse] = NormForward::call_below_autograd(x, residual, weight, eps);
   return {std::move(norm), std::move(hidden)};
 }
 
@@ -100,24 +93,11 @@ NormAndHidden add_rms_norm_autograd(const Tensor& x, const OptionalTensor& resid
   if (has_tangent(x) || has_tangent(weight) || (residual && has_tangent(*residual))) {
     return differentiable(x, residual, weight, eps);
   }
-  if (needs_autograd(x) || needs_autograd(weight) || (residual && needs_autograd(*residual))) {
+  if (needs_autograd(x) || needs_autograd(weight) || needs_autograd(residual)) {
     auto results = AddRmsNorm::apply(x, residual, weight, eps);
     return {std::move(results[0]), std::move(results[1])};
   }
   return add_rms_norm(x, residual, weight, eps);
-}
-
-// For a gradient of the gradient.
-std::tuple<Tensor, Tensor> backward_autograd(const Tensor& grad, const OptionalTensor& hidden_grad,
-                                             const Tensor& hidden, const Tensor& weight,
-                                             const Tensor& inverse, double eps) {
-  if (needs_autograd(grad) || (hidden_grad && needs_autograd(*hidden_grad)) ||
-      needs_autograd(hidden) || needs_autograd(weight)) {
-    return composed_add_rms_norm_backward(grad, hidden_grad, hidden, weight, inverse, eps);
-  }
-  static const auto op = find_op<decltype(composed_add_rms_norm_backward)>(kBackward);
-  const BelowAutograd guard;
-  return op.call(grad, hidden_grad, hidden, weight, inverse, eps);
 }
 
 }  // namespace
@@ -173,32 +153,17 @@ std::tuple<Tensor, Tensor> composed_add_rms_norm_backward(const Tensor& grad,
   return {sum.to(hidden.scalar_type()).contiguous(), weight_grad.to(weight.scalar_type())};
 }
 
-}  // namespace torch_overlap::ops
-
 TORCH_OVERLAP_SCHEMAS(
     "add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     "_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, "
     "Tensor)",
     "_add_rms_norm_backward(Tensor grad, Tensor? hidden_grad, Tensor hidden, Tensor weight, "
     "Tensor inverse, float eps) -> (Tensor, Tensor)")
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) { m.impl(kAddRmsNorm, add_rms_norm); }
+TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) { m.impl(kAddRmsNorm, differentiable); }
+TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl(kAddRmsNorm, add_rms_norm_autograd); }
+TORCH_OVERLAP_COMPOSED(kNormForward, composed_add_rms_norm, forward_meta, NormForward::autograd)
+TORCH_OVERLAP_COMPOSED(kNormGradient, composed_add_rms_norm_backward, backward_meta,
+                       NormGradient::autograd)
 
-TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("add_rms_norm", torch_overlap::ops::add_rms_norm);
-  m.impl("_add_rms_norm", torch_overlap::ops::composed_add_rms_norm);
-  m.impl("_add_rms_norm_backward", torch_overlap::ops::composed_add_rms_norm_backward);
-}
-
-TORCH_OVERLAP_KERNELS(Meta, m) {
-  m.impl("_add_rms_norm", torch_overlap::ops::forward_meta);
-  m.impl("_add_rms_norm_backward", torch_overlap::ops::backward_meta);
-}
-
-TORCH_OVERLAP_KERNELS(Autograd, m) {
-  m.impl("add_rms_norm", torch_overlap::ops::add_rms_norm_autograd);
-  m.impl("_add_rms_norm_backward", torch_overlap::ops::backward_autograd);
-}
-
-TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
-  m.impl("add_rms_norm", torch_overlap::ops::differentiable);
-  m.impl("_add_rms_norm_backward", torch_overlap::ops::composed_add_rms_norm_backward);
-}
+}  // namespace torch_overlap::ops

@@ -9,13 +9,13 @@
 
 #include <limits>
 
-#include "torch_overlap/ops/register.h"
+#include "torch_overlap/ops/composed.h"
 
 namespace torch_overlap::ops {
 namespace {
 
-constexpr const char* kTerms = "_cross_entropy_terms";
-constexpr const char* kGradient = "_cross_entropy_gradient";
+constexpr char kTerms[] = "_cross_entropy_terms";
+constexpr char kGradient[] = "_cross_entropy_gradient";
 
 Tensor held_targets(const Tensor& logits, const Tensor& own) {
   return at::logical_and(own >= 0, own < logits.sym_size(-1));
@@ -30,23 +30,6 @@ Tensor terms_meta(const Tensor& logits, const Tensor& own, bool with_sum) {
 Tensor gradient_meta(const Tensor& logits, const Tensor&, const Tensor&, const Tensor&,
                      const Tensor&, double, double) {
   return at::empty_symint(logits.sym_sizes(), logits.options());
-}
-
-Tensor terms_autograd(const Tensor& logits, const Tensor& own, bool with_sum) {
-  if (needs_autograd(logits)) return composed_cross_entropy_terms(logits, own, with_sum);
-  static const auto op = find_op<decltype(composed_cross_entropy_terms)>(kTerms);
-  const BelowAutograd guard;
-  return op.call(logits, own, with_sum);
-}
-
-Tensor gradient_autograd(const Tensor& logits, const Tensor& own, const Tensor& largest,
-                         const Tensor& log_sum, const Tensor& grad, double target, double shift) {
-  if (needs_autograd(logits) || needs_autograd(log_sum) || needs_autograd(grad)) {
-    return composed_cross_entropy_gradient(logits, own, largest, log_sum, grad, target, shift);
-  }
-  static const auto op = find_op<decltype(composed_cross_entropy_gradient)>(kGradient);
-  const BelowAutograd guard;
-  return op.call(logits, own, largest, log_sum, grad, target, shift);
 }
 
 }  // namespace
@@ -89,29 +72,16 @@ Tensor composed_cross_entropy_gradient(const Tensor& logits, const Tensor& own,
   return (sum * grad.unsqueeze(-1)).to(logits.scalar_type());
 }
 
-}  // namespace torch_overlap::ops
-
 TORCH_OVERLAP_SCHEMAS(
     "_cross_entropy_terms(Tensor logits, Tensor own, bool with_sum) -> Tensor",
     "_cross_entropy_gradient(Tensor logits, Tensor own, Tensor largest, Tensor log_sum, "
     "Tensor grad, float target, float shift) -> Tensor")
 
-TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("_cross_entropy_terms", torch_overlap::ops::composed_cross_entropy_terms);
-  m.impl("_cross_entropy_gradient", torch_overlap::ops::composed_cross_entropy_gradient);
-}
+using CrossEntropyTermsOp = Composed<kTerms, composed_cross_entropy_terms>;
+using CrossEntropyGradientOp = Composed<kGradient, composed_cross_entropy_gradient>;
+TORCH_OVERLAP_COMPOSED(kTerms, composed_cross_entropy_terms, terms_meta,
+                       CrossEntropyTermsOp::autograd)
+TORCH_OVERLAP_COMPOSED(kGradient, composed_cross_entropy_gradient, gradient_meta,
+                       CrossEntropyGradientOp::autograd)
 
-TORCH_OVERLAP_KERNELS(Meta, m) {
-  m.impl("_cross_entropy_terms", torch_overlap::ops::terms_meta);
-  m.impl("_cross_entropy_gradient", torch_overlap::ops::gradient_meta);
-}
-
-TORCH_OVERLAP_KERNELS(Autograd, m) {
-  m.impl("_cross_entropy_terms", torch_overlap::ops::terms_autograd);
-  m.impl("_cross_entropy_gradient", torch_overlap::ops::gradient_autograd);
-}
-
-TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
-  m.impl("_cross_entropy_terms", torch_overlap::ops::composed_cross_entropy_terms);
-  m.impl("_cross_entropy_gradient", torch_overlap::ops::composed_cross_entropy_gradient);
-}
+}  // namespace torch_overlap::ops

@@ -7,15 +7,17 @@
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 
-#include "torch_overlap/ops/register.h"
+#include "torch_overlap/ops/composed.h"
 
 namespace torch_overlap::ops {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr std::string_view kSwiglu = "swiglu";
-constexpr const char* kSwigluBackward = "_swiglu_backward";
+constexpr char kSwiglu[] = "swiglu";
+constexpr char kSwigluBackward[] = "_swiglu_backward";
+using SwigluForward = Composed<kSwiglu, composed_swiglu>;
+using SwigluGradient = Composed<kSwigluBackward, composed_swiglu_backward>;
 
 Tensor swiglu_meta(const Tensor& gate, const OptionalTensor& up) {
   const auto parts = gate_and_up(kSwiglu, gate, up);
@@ -28,30 +30,19 @@ Tensor swiglu_backward_meta(const Tensor&, const Tensor& gate, const OptionalTen
   return at::empty_symint(sizes, gate.options());
 }
 
-Tensor call_swiglu(const Tensor& gate, const OptionalTensor& up) {
-  static const auto op = find_op<decltype(composed_swiglu)>("swiglu");
-  return op.call(gate, up);
-}
-
-Tensor call_swiglu_backward(const Tensor& grad, const Tensor& gate, const OptionalTensor& up) {
-  static const auto op = find_op<decltype(composed_swiglu_backward)>(kSwigluBackward);
-  return op.call(grad, gate, up);
-}
-
 class Swiglu : public Function<Swiglu> {
  public:
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* context, const Tensor& gate, const OptionalTensor& up) {
     context->save_for_backward({gate, up.value_or(Tensor())});
-    const BelowAutograd guard;
-    return call_swiglu(gate, up);
+    return SwigluForward::call_below_autograd(gate, up);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const auto saved = context->get_saved_variables();
     const auto up = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
-    auto both = call_swiglu_backward(grads[0], saved[0], up);
+    auto both = SwigluGradient::call(grads[0], saved[0], up);
     if (!up) return {std::move(both), Tensor()};
     const auto features = saved[0].sym_size(-1);
     return {both.narrow_symint(-1, 0, features), both.narrow_symint(-1, features, features)};
@@ -60,18 +51,8 @@ class Swiglu : public Function<Swiglu> {
 
 Tensor swiglu_autograd(const Tensor& gate, const OptionalTensor& up) {
   if (has_tangent(gate) || (up && has_tangent(*up))) return composed_swiglu(gate, up);
-  if (needs_autograd(gate) || (up && needs_autograd(*up))) return Swiglu::apply(gate, up);
-  const BelowAutograd guard;
-  return call_swiglu(gate, up);
-}
-
-// For a gradient of the gradient.
-Tensor swiglu_backward_autograd(const Tensor& grad, const Tensor& gate, const OptionalTensor& up) {
-  if (needs_autograd(grad) || needs_autograd(gate) || (up && needs_autograd(*up))) {
-    return composed_swiglu_backward(grad, gate, up);
-  }
-  const BelowAutograd guard;
-  return call_swiglu_backward(grad, gate, up);
+  if (needs_autograd(gate) || needs_autograd(up)) return Swiglu::apply(gate, up);
+  return SwigluForward::call_below_autograd(gate, up);
 }
 
 }  // namespace
@@ -121,27 +102,10 @@ GateAndUp gate_and_up(std::string_view op, const Tensor& gate, const OptionalTen
   return {gate, *up};
 }
 
-}  // namespace torch_overlap::ops
-
 TORCH_OVERLAP_SCHEMAS("swiglu(Tensor gate, Tensor? up=None) -> Tensor",
                       "_swiglu_backward(Tensor grad, Tensor gate, Tensor? up=None) -> Tensor")
+TORCH_OVERLAP_COMPOSED(kSwiglu, composed_swiglu, swiglu_meta, swiglu_autograd)
+TORCH_OVERLAP_COMPOSED(kSwigluBackward, composed_swiglu_backward, swiglu_backward_meta,
+                       SwigluGradient::autograd)
 
-TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("swiglu", torch_overlap::ops::composed_swiglu);
-  m.impl("_swiglu_backward", torch_overlap::ops::composed_swiglu_backward);
-}
-
-TORCH_OVERLAP_KERNELS(Meta, m) {
-  m.impl("swiglu", torch_overlap::ops::swiglu_meta);
-  m.impl("_swiglu_backward", torch_overlap::ops::swiglu_backward_meta);
-}
-
-TORCH_OVERLAP_KERNELS(Autograd, m) {
-  m.impl("swiglu", torch_overlap::ops::swiglu_autograd);
-  m.impl("_swiglu_backward", torch_overlap::ops::swiglu_backward_autograd);
-}
-
-TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
-  m.impl("swiglu", torch_overlap::ops::composed_swiglu);
-  m.impl("_swiglu_backward", torch_overlap::ops::composed_swiglu_backward);
-}
+}  // namespace torch_overlap::ops
