@@ -137,7 +137,7 @@ bench: build
 
 # The tables and pictures of docs/results.md from the result files that it names.
 results: build
-	$(PY) -m torch_overlap bench plot
+	$(PY) benchmarks/results_page.py
 
 # The CPU tests against the newest torch on PyPI, in a copy with its own environment; before a release.
 compat:

@@ -15,12 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import check_goals
+
 OPS = ("ag_gemm", "gemm_rs", "ag_gemm_classes", "gemm_rs_classes", "bulk_ag", "bulk_rs")
 GOALS = Path(__file__).parent / "goals_overlap.json"
-
-
-def bench(*arguments: str) -> int:
-    return subprocess.run([sys.executable, "-m", "torch_overlap", "bench", *arguments], check=False).returncode
 
 
 def main() -> int:
@@ -29,11 +27,12 @@ def main() -> int:
     args, options = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         path = args.json or Path(folder) / "result.json"
-        if status := bench(*OPS, *options, "--json", str(path)):
+        command = [sys.executable, "-m", "torch_overlap", "bench", *OPS, *options, "--json", str(path)]
+        if status := subprocess.run(command, check=False).returncode:
             return status
         if json.loads(path.read_text())["gpu"] == "cpu":
             return 0
-        return bench("--check", str(GOALS), str(path))
+        return check_goals.check(GOALS, [path])
 
 
 if __name__ == "__main__":

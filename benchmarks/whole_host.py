@@ -95,8 +95,8 @@ def measurements(ranks: int, out: Path, tiny: bool) -> list[Run]:
     if not tiny:
         files = [f"{results}/{kind}.json" for kind in ("bf16", "fp8", "fp8_rows", "decode", "exchanges")]
         tune = [PYTHON, "-m", "torch_overlap", "tune", "--results", *files, "--cache", f"{results}/tune.json"]
-        check = [*bench, "--check", "benchmarks/goals.json", *files, f"{results}/collectives.json",
-                 f"{results}/layer-*.json", f"{results}/llama_step-*.json"]  # fmt: skip
+        check = [PYTHON, "benchmarks/check_goals.py", "benchmarks/goals.json", *files,
+                 f"{results}/collectives.json", f"{results}/layer-*.json", f"{results}/llama_step-*.json"]  # fmt: skip
         runs += [Run("tune", tune, 120), Run("goals", check, 120)]
     return runs
 

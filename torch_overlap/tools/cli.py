@@ -20,7 +20,7 @@ Examples:
                                                                 measures what algorithm="auto" selects here
 
 `python -m torch_overlap COMMAND --help` explains the options and the output of a command. The exit status is 0 if
-the command did what was asked, 2 if an argument is invalid, and 1 if bench misses a goal or measures nothing.
+the command did what was asked, 2 if an argument is invalid, and 1 if bench measures nothing.
 """
 # Name and one sentence of each command, and the function that adds its options.
 _COMMANDS = {

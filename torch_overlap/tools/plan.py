@@ -13,7 +13,6 @@ from torch_overlap.mesh._core import CostModel, Mesh
 from torch_overlap.mesh.cost import load_cost_model
 from torch_overlap.mesh.models import PRESETS, Transformer
 from torch_overlap.mesh.transformer import Prediction, best, predict
-from torch_overlap.tools.bench import plots
 
 __all__ = ["add_arguments", "run"]
 
@@ -220,11 +219,14 @@ def _scaling_table(scaling: Sequence[Prediction]) -> str:
 
 def draw(model: Transformer, found: Sequence[Prediction], scaling: Sequence[Prediction], path: Path) -> str:
     """Plots stacked bars of the step time and, if requested, the speed over the number of ranks."""
-    if not plots.can_plot():
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
         return "no plot: matplotlib is not installed (pip install matplotlib)"
-    height = 1.5 + 0.5 * max(len(found), 5)
-    figure, panels = plots.figure_of(14 if scaling else 9, height, columns=2 if scaling else 1)
-    axes = panels[0][0]
+    size = (14 if scaling else 9, 1.5 + 0.5 * max(len(found), 5))
+    figure = Figure(figsize=size, layout="constrained")
+    (panels,) = figure.subplots(1, 2 if scaling else 1, squeeze=False)
+    axes = panels[0]
     labels = [",".join(f"{name}={size}" for name, size in p.mesh.axes.items()) for p in found]
     left = [0.0] * len(found)
     for part, color in _PARTS.items():
@@ -235,7 +237,7 @@ def draw(model: Transformer, found: Sequence[Prediction], scaling: Sequence[Pred
     axes.set(xlabel="milliseconds a step", title=f"{model.name} on {found[0].mesh.size} ranks, predicted")
     axes.legend()
     if scaling:
-        axes = panels[0][1]
+        axes = panels[1]
         speeds = [p.flops_per_second / 1e12 for p in scaling]
         axes.plot([p.mesh.size for p in scaling], speeds, "o-", color="#2b6cb0")
         axes.set_xscale("log", base=2)
@@ -243,5 +245,7 @@ def draw(model: Transformer, found: Sequence[Prediction], scaling: Sequence[Pred
             xlabel="ranks", ylabel="Tflop/s a rank", ylim=(0, 1.1 * max(speeds)), title="best mesh, same work a rank"
         )
         axes.grid(alpha=0.3)
-    plots.save(figure, path, dpi=120)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # No date and no version: the same numbers give the same file.
+    figure.savefig(path, dpi=120, metadata={"Software": None})
     return f"wrote {path}"

@@ -38,7 +38,7 @@ def test_examples_are_valid_commands(name: str) -> None:
     examples = [line for line in lines if re.match(r"  (python -m|torchrun|bench|plan) ", line)]
     assert examples, text
     for line in examples:
-        words = shlex.split(re.split(r"\s{3,}|> ", line.strip())[0].replace("[RESULT.json ...]", "RESULT.json"))
+        words = shlex.split(re.split(r"\s{3,}|> ", line.strip())[0])
         words = words[words.index("torch_overlap") + 1 :] if "torch_overlap" in words else words
         args = PARSER.parse_args(words)
         assert args.command == (name or args.command)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import run_here
@@ -151,20 +152,19 @@ def test_the_command_compares_thousands_of_ranks(launcher: Launcher, tmp_path: P
 
 
 def test_the_plot_shows_the_parts_of_each_step_and_the_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    figures: list[Any] = []
+    figure_class = pytest.importorskip("matplotlib.figure").Figure
+    monkeypatch.setattr(figure_class, "savefig", lambda figure, *_, **__: figures.append(figure))
     found = [predict(SMALL, Mesh({"dp": dp, "tp": 8 // dp}), batch=16) for dp in (1, 2, 8)]
     scaling = [predict(SMALL, Mesh({"dp": dp}), batch=4 * dp) for dp in (1, 2, 4)]
     assert draw(SMALL, found, scaling, tmp_path / "plot.png") == f"wrote {tmp_path / 'plot.png'}"
-    bars, speeds = pyplot.gcf().axes
+    bars, speeds = figures[0].axes
     assert [label.get_text() for label in bars.get_yticklabels()] == ["dp=1,tp=8", "dp=2,tp=4", "dp=8,tp=1"]
     ends = [max(bar.get_x() + bar.get_width() for bar in row) for row in zip(*bars.containers, strict=True)]
     assert ends == pytest.approx([p.seconds * 1e3 for p in found])
     (line,) = speeds.get_lines()
     assert list(line.get_xdata()) == [1, 2, 4]
     assert list(line.get_ydata()) == [p.flops_per_second / 1e12 for p in scaling]
-    monkeypatch.undo()
-    pyplot.close("all")
 
 
 def test_the_command_marks_meshes_that_fill_the_memory(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ docs/results.md has the results, docs/howto/tuning.md describes the method. The 
 - ranks: the processes of a run. rates: their bandwidths. libraries: the collectives of other libraries.
 - problem: the variants of a case; gemms, collectives, build: the variants for each operation.
 - measure, trace, run: from cases to rows. result: rows as a file.
-- report, goals, tables, plots, document: consumers of rows. cli: the command.
+- report: rows as text. cli: the command.
 
 The command is public, the modules are not.
 """

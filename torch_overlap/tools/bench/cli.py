@@ -18,9 +18,6 @@ Examples:
   bench ag_gemm_classes bulk_rs                 over buffers of the overlap classes, beside the operators; not in "all"
   bench a2a_gemm gemm_a2a                       an all-to-all and attention whose heads are sharded; not in "all"
   bench all_reduce --shape 64K --mode graph     bytes of the whole tensor
-  bench --check GOALS.json RESULT.json          compares a result with goals
-  bench plot [RESULT.json ...]                  writes the pictures into --images and the tables into --document, in
-                                                this order; without files those that the document has
 
 Operations:
   ag_gemm, gemm_rs, gemm_ar     all-gather then product; product then reduce-scatter; product then all-reduce
@@ -44,9 +41,8 @@ Output, one block for each operation, shape and mode:
   not run: NAME: REASON         a variant that cannot run here, or whose result was wrong; it is not timed
   left out                      cases for which --budget had no time
   NOISY                         the product alone spreads by more than 3 %, so ratios of this block are uncertain
---check prints "kept" or "SHORT" for each comparison: the metric and its bound; then what was not measured.
 
-The exit status is 1 if no operator or collective of ours was measured, or if --check finds one that falls short.
+The exit status is 1 if no operator or collective of ours was measured.
 """
 
 
@@ -54,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     parser.epilog = _EPILOG
     add = parser.add_argument
-    add("what", nargs="*", help=f"The operations: {', '.join(KNOWN_OPS)} or all. Or plot, and result files.")
+    add("what", nargs="*", help=f"The operations: {', '.join(KNOWN_OPS)} or all.")
     add("--shape", action="append", default=[], help="A shape: M,N,K, the name of a layer, or bytes. May be repeated.")
     add("--set", choices=SETS, help="The set of shapes. Default: bf16; tiny on a CPU.")
     add("--dtype", choices=DTYPES, help="The dtype. Default: the set's, else bf16.")
@@ -75,42 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Adds to the result what ran when in one call of each variant with a product.",
     )
-    add("--check", nargs="+", type=Path, metavar=("GOALS", "RESULT"), help="Compares results with a file of goals.")
-    add(
-        "--images",
-        type=Path,
-        metavar="FOLDER",
-        default=Path("docs/images"),
-        help="For plot: the folder of the pictures. Default: %(default)s.",
-    )
-    add(
-        "--document",
-        type=Path,
-        metavar="FILE",
-        default=Path("docs/results.md"),
-        help="For plot: the page with the tables. Default: %(default)s.",
-    )
     add("--began", type=float, help=argparse.SUPPRESS)
     add("--status", type=Path, help=argparse.SUPPRESS)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns the exit status.
-
-    Raises:
-        ValueError: the request is invalid.
-    """
-    if args.check:
-        from torch_overlap.tools.bench import goals
-
-        if len(args.check) < 2 or args.what:
-            raise ValueError("bench: expected --check GOALS RESULT ..., and nothing else; see --help")
-        return goals.check(args.check[0], args.check[1:])
-    if args.what[:1] == ["plot"]:
-        from torch_overlap.tools.bench import document
-
-        return document.update([Path(name) for name in args.what[1:]], args.images, args.document)
-    return _measure(args)
 
 
 def chosen_cases(what: Sequence[str], shapes: Sequence[str], name: str | None, dtype: str | None) -> list[Case]:
@@ -123,7 +85,7 @@ def chosen_cases(what: Sequence[str], shapes: Sequence[str], name: str | None, d
     unknown = [op for op in ops if op not in KNOWN_OPS]
     if unknown or not ops:
         raise ValueError(
-            f"bench: expected one of {', '.join(KNOWN_OPS)}, all or plot, got {', '.join(unknown) or 'nothing'}"
+            f"bench: expected one of {', '.join(KNOWN_OPS)}, or all, got {', '.join(unknown) or 'nothing'}"
         )
     if shapes:
         if name is not None:
@@ -135,7 +97,12 @@ def chosen_cases(what: Sequence[str], shapes: Sequence[str], name: str | None, d
     return cases
 
 
-def _measure(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns the exit status.
+
+    Raises:
+        ValueError: the request is invalid.
+    """
     import torch
 
     from torch_overlap.tools.bench import ranks

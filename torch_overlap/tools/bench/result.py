@@ -14,16 +14,11 @@ import torch
 
 from torch_overlap import _tuning
 
-# Keys of a file, and of a row of the operators' benchmark, with their types.
+# Keys of a file, with their types.
 FILE = {
     "benchmark": str, "date": str, "gpu": str, "driver": str, "torch": str, "nccl": str, "commit": str, "command": str,
     "rows": list,
 }  # fmt: skip
-ROW = {
-    "op": str, "shape": (list, int), "dtype": str, "tp": int, "mode": str, "algorithm": str, "us": (int, float),
-    "iqr_us": (int, float), "peers": dict,
-}  # fmt: skip
-GEMM_ROW = {"gemm_us": (int, float), "ratio_gemm": (int, float), "ratio_floor": (int, float)}
 # Figures that a run reports and a file omits: no table, plot, goal or test reads them.
 UNREAD = ("ratio_iqr", "ratio_peer_iqr", "best_peer", "gbps", "rounds", "gemm_iqr_us")
 _DIGITS = 6  # significant digits of a figure: samples differ in the third
@@ -140,22 +135,9 @@ def read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"bench: expected a result file, got {path}: {error}") from None
-    wrong = _wrong(content, FILE) if isinstance(content, dict) else "no object"
-    if wrong:
-        raise ValueError(f"bench: expected a result file, got {path}: {wrong}")
-    return dict(content)
-
-
-def check_rows(content: dict[str, Any]) -> None:
-    """Raises ValueError for a row of the operators' benchmark that lacks a key."""
-    for index, row in enumerate(content["rows"]):
-        wanted = ROW | (GEMM_ROW if isinstance(row.get("shape"), list) else {})
-        if wrong := _wrong(row, wanted):
-            raise ValueError(f"bench: expected row {index} to have all of a row, got {wrong}")
-
-
-def _wrong(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    for key, kind in wanted.items():
-        if not isinstance(found.get(key), kind):
-            return f"{key} = {found.get(key)!r}"
-    return ""
+    if not isinstance(content, dict):
+        raise ValueError(f"bench: expected a result file, got {path}: no object")
+    for key, kind in FILE.items():
+        if not isinstance(content.get(key), kind):
+            raise ValueError(f"bench: expected a result file, got {path}: {key} = {content.get(key)!r}")
+    return content

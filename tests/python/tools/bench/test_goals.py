@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torch_overlap.tools.bench import goals
 from torch_overlap.tools.bench.cases import EXCHANGE_OPS, KNOWN_OPS, MODES, OPS, cases_of
 
 ROOT = Path(__file__).resolve().parents[4]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import check_goals  # noqa: E402
 
 
 def row(op: str = "ag_gemm", shape: Any = (64, 64, 64), mode: str = "graph", **more: Any) -> dict[str, Any]:
@@ -22,7 +24,7 @@ def row(op: str = "ag_gemm", shape: Any = (64, 64, 64), mode: str = "graph", **m
 
 
 def kept(goal: dict[str, Any], *rows: dict[str, Any]) -> list[bool]:
-    findings, _ = goals.compare([goal], rows)
+    findings, _ = check_goals.compare([goal], rows)
     return [finding.kept for finding in findings]
 
 
@@ -90,7 +92,7 @@ def test_a_geometric_mean_is_of_all_cases_of_one_file() -> None:
     goal = {"at_most": {"ratio_gemm": 1.2}, "geometric_mean": True, "op": "gemm", "shape": [[1, 2, 3], [4, 5, 6]]}
     small, large = (row("gemm", shape) for shape in ((1, 2, 3), (4, 5, 6)))
     # Half of the cases do not determine the mean.
-    findings, unmeasured = goals.compare([goal], [small | {"ratio_gemm": 0.5}])
+    findings, unmeasured = check_goals.compare([goal], [small | {"ratio_gemm": 0.5}])
     assert findings == []
     assert "1 of 2 cases" in unmeasured[0]
     # A second, slower file has a mean of its own.
@@ -119,7 +121,7 @@ def test_a_graph_of_another_run_is_no_measure_of_eager_calls() -> None:
 def test_what_was_asked_for_and_left_out_falls_short() -> None:
     left_out = {"op": "ag_gemm", "name": "x", "shape": [64, 64, 64], "dtype": "bf16", "tp": 2, "mode": "graph",
                 "why": "for want of time"}  # fmt: skip
-    findings, _ = goals.compare([{"op": "ag_gemm", "at_most": {"ratio_gemm": 2.0}}], [row(name="y"), left_out])
+    findings, _ = check_goals.compare([{"op": "ag_gemm", "at_most": {"ratio_gemm": 2.0}}], [row(name="y"), left_out])
     assert [finding.kept for finding in findings] == [True, False]
     assert "left out: for want of time" in str(findings[1])
     assert kept({"op": "gemm_rs", "at_most": {"ratio_gemm": 2.0}}, left_out) == []
@@ -127,30 +129,30 @@ def test_what_was_asked_for_and_left_out_falls_short() -> None:
 
 def test_numbers_that_are_none_keep_nothing() -> None:
     assert kept({"at_most": {"ratio_gemm": 2.0}}, row(ratio_gemm=float("nan"))) == [False]
-    assert "noisy" in str(goals.compare([{"at_most": {"ratio_gemm": 2.0}}], [row(noisy=True)])[0][0])
+    assert "noisy" in str(check_goals.compare([{"at_most": {"ratio_gemm": 2.0}}], [row(noisy=True)])[0][0])
     # Without the product's own time there is no comparison.
     lacking = {key: value for key, value in row(comm_us=9.0).items() if key not in ("gemm_us", "ratio_gemm")}
     goal = {"at_most": {"ratio_gemm": 1.0, "floor_where_communication_bound": 1.0}}
-    findings, unmeasured = goals.compare([goal], [lacking])
+    findings, unmeasured = check_goals.compare([goal], [lacking])
     assert findings == []
     assert unmeasured == ["ag_gemm [64, 64, 64] bf16 tp 2 graph: ratio_gemm, floor_where_communication_bound"]
 
 
 def test_every_value_of_a_list_is_measured_or_named() -> None:
     goal = {"op": ["ag_gemm", "gemm_rs"], "shape": [64, 64, 64], "tp": [2, 4], "at_most": {"ratio_gemm": 2.0}}
-    findings, unmeasured = goals.compare([goal], [row()])
+    findings, unmeasured = check_goals.compare([goal], [row()])
     assert len(findings) == 1
     assert [("gemm_rs" in title, "tp 4" in title) for title in unmeasured] == [
         (False, True), (True, False), (True, True)
     ]  # fmt: skip
     sizes = {"op": "all_gather", "shape": [1024, 65536], "at_most": {"us": 20.0}}
-    findings, unmeasured = goals.compare([sizes], [row("all_gather", 1024)])
+    findings, unmeasured = check_goals.compare([sizes], [row("all_gather", 1024)])
     assert len(findings) == 1
     assert "shape 65536" in unmeasured[0]
 
 
 def test_what_was_not_measured_is_named() -> None:
-    findings, unmeasured = goals.compare([{"op": "gemm_rs", "at_most": {"us": 1}}], [row()])
+    findings, unmeasured = check_goals.compare([{"op": "gemm_rs", "at_most": {"us": 1}}], [row()])
     assert findings == []
     assert len(unmeasured) == 1
     assert "gemm_rs" in unmeasured[0]
@@ -167,22 +169,22 @@ def result_file(folder: Path, *rows: dict[str, Any], **more: Any) -> Path:
 def test_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = tmp_path / "goals.json"
     wanted.write_text(json.dumps({"goals": [{"at_most": {"ratio_gemm": 1.2}}, {"op": "gemm", "at_most": {"us": 1}}]}))
-    assert goals.check(wanted, [result_file(tmp_path, row())]) == 0
+    assert check_goals.check(wanted, [result_file(tmp_path, row())]) == 0
     assert "0 fall short, 1 not measured" in capsys.readouterr().out
-    assert goals.check(wanted, [result_file(tmp_path, row(), row(ratio_gemm=1.3, name="slow"))]) == 1
+    assert check_goals.check(wanted, [result_file(tmp_path, row(), row(ratio_gemm=1.3, name="slow"))]) == 1
     assert "SHORT ag_gemm slow bf16 tp 2 graph: ratio_gemm 1.300 of 1.2" in capsys.readouterr().out
     left_out = row() | {"why": "for want of time"}
-    assert goals.check(wanted, [result_file(tmp_path, row(name="done"), left_out=[left_out])]) == 1
+    assert check_goals.check(wanted, [result_file(tmp_path, row(name="done"), left_out=[left_out])]) == 1
     assert "left out: for want of time" in capsys.readouterr().out
     with pytest.raises(ValueError, match="expected rows"):
-        goals.check(wanted, [result_file(tmp_path)])
+        check_goals.check(wanted, [result_file(tmp_path)])
     with pytest.raises(ValueError, match="expected a result file"):
-        goals.check(wanted, [wanted])
+        check_goals.check(wanted, [wanted])
     with pytest.raises(ValueError, match="expected a file of goals"):
-        goals.check(tmp_path / "none.json", [result_file(tmp_path, row())])
+        check_goals.check(tmp_path / "none.json", [result_file(tmp_path, row())])
     wanted.write_text('{"goals": [{"op": "gemm"}]}')
     with pytest.raises(ValueError, match="expected a file of goals"):
-        goals.check(wanted, [result_file(tmp_path, row())])
+        check_goals.check(wanted, [result_file(tmp_path, row())])
 
 
 @pytest.mark.parametrize("name", ["goals.json", "goals_overlap.json"])
@@ -199,29 +201,31 @@ def test_the_goals_are_about_what_is_measured(name: str) -> None:
         row(op, (1,), mode, name=model, dtype="bfloat16", tp=tp, algorithm="auto") | whole
         for op in ("layer", "llama_step") for model in ("llama3-8b", "llama3-70b") for mode in MODES for tp in (2, 4)
     ]  # fmt: skip
-    _, unmeasured = goals.compare(goals.read_goals(ROOT / "benchmarks" / name), measured)
+    _, unmeasured = check_goals.compare(check_goals.read_goals(ROOT / "benchmarks" / name), measured)
     assert unmeasured == []
 
 
 def test_no_way_of_a_peer_may_be_quicker() -> None:
     """No algorithm of a peer may be faster in any operation that has peers, captured or not."""
-    wanted = goals.read_goals(ROOT / "benchmarks" / "goals.json")
+    wanted = check_goals.read_goals(ROOT / "benchmarks" / "goals.json")
     for op in (*OPS, *EXCHANGE_OPS):
         for mode in MODES:
             slow = row(op, 77, mode, ratio_peer=1.5, ratio_floor=1.0, gemm_us=1.0)
-            findings, _ = goals.compare(wanted, [slow])
+            findings, _ = check_goals.compare(wanted, [slow])
             assert op == "gemm" or [list(f.got) for f in findings if not f.kept] == [["ratio_peer"]], (op, mode)
 
 
 def test_the_product_of_twelve_shapes_is_our_own() -> None:
     """The goal is that of our own kernels, not of the library."""
-    of_products = [goal for goal in goals.read_goals(ROOT / "benchmarks" / "goals.json") if goal.get("op") == "gemm"]
+    of_products = [
+        goal for goal in check_goals.read_goals(ROOT / "benchmarks" / "goals.json") if goal.get("op") == "gemm"
+    ]
     cases = cases_of("gemm", "bf16")
     library, own = (
         [row("gemm", case.shape, name=case.label, algorithm=name, ratio_gemm=1.07) for case in cases]
         for name in ("auto", "own 128x128")
     )
-    assert goals.compare(of_products, library)[0] == []
-    mean, *each = goals.compare(of_products, own)[0]
+    assert check_goals.compare(of_products, library)[0] == []
+    mean, *each = check_goals.compare(of_products, own)[0]
     assert (mean.kept, [finding.kept for finding in each]) == (False, [True] * 12)
     assert "geometric mean of 12" in mean.what

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import run_here
+from bench_rows import check_rows
 
 from torch_overlap.mesh import Mesh
 from torch_overlap.mesh.models import PRESETS
 from torch_overlap.mesh.transformer import predict_layer
-from torch_overlap.tools.bench import document, result
-from torch_overlap.tools.bench.layers import layer_table
-from torch_overlap.tools.bench.tables import groups_of, table
+from torch_overlap.tools.bench import result
 
 ROOT = Path(__file__).resolve().parents[4]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import results_page  # noqa: E402
+from results_tables import groups_of, layer_table, table  # noqa: E402
+
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
@@ -73,7 +76,7 @@ def test_a_file_has_a_name_of_its_kind(tmp_path: Path) -> None:
                         tmp_path / "deep")  # fmt: skip
     assert re.fullmatch(r"bench_test-h200-tp2-\d{4}-\d{2}-\d{2}\.json", path.name)
     found = result.read(path)
-    result.check_rows(found)
+    check_rows(found)
     assert found["rows"] == ROWS
     path.write_text(json.dumps({**found, "rows": None}))
     with pytest.raises(ValueError, match=r"expected a result file, got .*rows = None"):
@@ -95,14 +98,6 @@ def test_a_file_has_a_line_for_each_row() -> None:
     assert (found["rows"][1]["shape"], found["rows"][1]["us"]) == (1 << 27, 12345.7)
     assert (found["rates"], found["timelines"]) == ({"link_gbps": 386.751}, TIMELINE)
     assert result.text(found) == result.text(made)
-
-
-@pytest.mark.parametrize("key", ["us", "peers", "ratio_floor", "algorithm"])
-def test_a_row_lacks_something(key: str) -> None:
-    rows = [dict(ROWS[0]), dict(ROWS[1])]
-    del rows[1][key]
-    with pytest.raises(ValueError, match=rf"row 1 .* got {key} = None"):
-        result.check_rows(content(rows))
 
 
 def test_a_command_says_how_to_run_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +157,9 @@ def test_a_table_of_layers() -> None:
 
 def test_a_document_of_layers(tmp_path: Path) -> None:
     page = tmp_path / "results.md"
-    page.write_text(f"{document.BEGIN}\n{document.END}\n")
+    page.write_text(f"{results_page.BEGIN}\n{results_page.END}\n")
     file = result.write(content(LAYERS) | {"benchmark": "layer", "gpu": "NVIDIA H200"}, 4, tmp_path)
-    document.update([file], tmp_path / "images", page)
+    results_page.update([file], tmp_path / "images", page)
     text = page.read_text()
     assert "### 4 H200" in text
     assert f"#### A transformer layer, forward and backward, bfloat16\n\n{layer_table(LAYERS)}\n" in text
@@ -182,9 +177,9 @@ TIMELINE = [
 def test_a_document_with_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page, images = tmp_path / "results.md", tmp_path / "images"
-    page.write_text(f"# Before\n\n{document.BEGIN}\nold\n{document.END}\n\nafter\n")
+    page.write_text(f"# Before\n\n{results_page.BEGIN}\nold\n{results_page.END}\n\nafter\n")
     file = result.write(content(ROWS, timelines=TIMELINE), 2, tmp_path)
-    assert document.update([file], images, page) == 0
+    assert results_page.update([file], images, page) == 0
     text = page.read_text()
     assert text.startswith("# Before\n")
     assert text.endswith("\nafter\n")
@@ -196,14 +191,14 @@ def test_a_document_with_pictures(tmp_path: Path) -> None:
     for name in shown:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert (tmp_path / name).stat().st_size < 100_000
-    document.update([file], images, page)
+    results_page.update([file], images, page)
     assert page.read_text() == text
-    page.write_text(f"{document.BEGIN}\n{document.END}\n")
+    page.write_text(f"{results_page.BEGIN}\n{results_page.END}\n")
     with pytest.raises(ValueError, match="got none"):
-        document.update([], images, page)
+        results_page.update([], images, page)
     page.write_text("no marks")
     with pytest.raises(ValueError, match=r"expected .* with the lines"):
-        document.update([file], images, page)
+        results_page.update([file], images, page)
 
 
 def test_a_document_says_which_files_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,38 +206,52 @@ def test_a_document_says_which_files_it_has(tmp_path: Path, monkeypatch: pytest.
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     page, images, folder = tmp_path / "results.md", tmp_path / "images", Path("benchmarks/results")
-    page.write_text(f"{document.BEGIN}\n{document.END}\n")
+    page.write_text(f"{results_page.BEGIN}\n{results_page.END}\n")
     files = [result.write(content(ROWS) | {"benchmark": name}, 2, folder) for name in ("b", "a")]
-    document.update(files, images, page)
+    results_page.update(files, images, page)
     text = page.read_text()
     names = {path.name for path in images.iterdir()}
     assert len(names) == 2
     assert all(name.startswith("b-") for name in names)
-    document.update([], images, page)
+    results_page.update([], images, page)
     assert page.read_text() == text
 
 
-@pytest.mark.parametrize("order", ["plot {a} {b} --images {images} --document {page}",
-                                   "plot --images {images} --document {page} {a} {b}",
-                                   "--document {page} plot {a} --images {images} {b}"])  # fmt: skip
-def test_plot_takes_files_and_options_in_any_order(tmp_path: Path, order: str) -> None:
-    page, images = tmp_path / "page.md", tmp_path / "images"
-    page.write_text(f"{document.BEGIN}\n{document.END}\n")
-    files = [tmp_path / "b.json", tmp_path / "a.json"]  # in the given order, not that of their names
+def run_here(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr("sys.argv", ["results_page.py", *map(str, words)])
+    return results_page.main()
+
+
+def test_the_page_has_its_files_in_the_given_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{results_page.BEGIN}\n{results_page.END}\n")
+    files = [tmp_path / "b.json", tmp_path / "a.json"]  # not that of their names
     for file, rows in zip(files, (ROWS[:1], ROWS[3:4]), strict=True):
         file.write_text(json.dumps(content(rows)))
-    words = order.format(a=files[0], b=files[1], images=images, page=page).split()
-    done = run_here("bench", *words)
-    assert (done.returncode, done.stdout) == (0, f"wrote {page}\n")
+    assert run_here(monkeypatch, *files, "--images", tmp_path / "images", "--document", page) == 0
+    assert capsys.readouterr().out == f"wrote {page}\n"
     text = page.read_text()
     assert re.findall(r"benchmarks/results/(\w+.json)", text) == ["b.json", "a.json"]
     assert text.index(table(groups_of(ROWS[:1]))) < text.index(table(groups_of(ROWS[3:4])))
 
 
+@pytest.mark.parametrize("files", [(), ("missing.json",)])
+def test_a_page_that_is_not_there(
+    files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_here(monkeypatch, *files, "--document", "none.md")
+    error = capsys.readouterr().err
+    assert "expected none.md with the lines" in error
+    assert "got no such file; give --document" in error
+
+
 def test_every_figure_of_the_page_is_in_a_committed_file() -> None:
     page = ROOT / "docs" / "results.md"
     text = page.read_text()
-    between = text.split(document.BEGIN)[1].split(document.END)[0]
+    between = text.split(results_page.BEGIN)[1].split(results_page.END)[0]
     names = re.findall(r"^`benchmarks/results/(.*?)`:", between, re.MULTILINE)
     assert names
     for name in names:

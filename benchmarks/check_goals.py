@@ -1,4 +1,9 @@
-"""Performance goals, and the results that miss them.
+"""Compares results of `python -m torch_overlap bench` and benchmarks/ with performance goals.
+
+    python benchmarks/check_goals.py benchmarks/goals.json RESULT.json ...
+
+Prints "kept" or "SHORT" for each comparison: the metric and its bound; then what was not measured. The exit status is
+1 if a goal is missed.
 
 A file of goals is {"goals": [...]}. Each selects its cases by fields of their rows: "op", "name", "shape", "dtype",
 "mode", "tp" (a value, or a list of them; an omitted field matches anything) and "gemm_us_at_least". For each such case
@@ -18,9 +23,11 @@ and rows without the metric of a bound.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -191,9 +198,9 @@ def read_goals(path: Path) -> list[dict[str, Any]]:
         goals = json.loads(path.read_text())["goals"]
         good = all(goal["at_most"] and isinstance(goal["at_most"], dict) for goal in goals)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"bench: expected a file of goals, got {path}: {error!r}") from None
+        raise ValueError(f"check_goals: expected a file of goals, got {path}: {error!r}") from None
     if not good:
-        raise ValueError(f'bench: expected "at_most" in every goal of {path}, got one without')
+        raise ValueError(f'check_goals: expected "at_most" in every goal of {path}, got one without')
     return list(goals)
 
 
@@ -206,7 +213,7 @@ def check(goals_path: Path, result_paths: Sequence[Path]) -> int:
     rows = [row for path in result_paths for row in _rows_of(path)]
     findings, unmeasured = compare(read_goals(goals_path), rows)
     if not findings:
-        raise ValueError(f"bench: expected rows that {goals_path} is about, got none; measure with --set bf16")
+        raise ValueError(f"check_goals: expected rows that {goals_path} is about, got none; measure with --set bf16")
     for finding in sorted(findings, key=lambda finding: finding.kept):
         print(finding)
     for title in unmeasured:
@@ -221,3 +228,18 @@ def _rows_of(path: Path) -> list[Row]:
     content = result.read(path)
     found = [row for row in content["rows"] if "op" in row] + content.get("left_out", [])
     return [row | {"file": str(path)} for row in found]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("goals", type=Path, help="the file of goals")
+    parser.add_argument("results", nargs="+", type=Path, help="the result files")
+    args = parser.parse_args()
+    try:
+        return check(args.goals, args.results)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,20 +1,28 @@
-"""Updates docs/results.md and its plots from result files. Every figure between its marks comes from one of them."""
+"""Writes the tables of result files into docs/results.md, between its marks, and draws its plots.
+
+    python benchmarks/results_page.py [RESULT.json ...] [--images FOLDER] [--document FILE]
+
+Without files those that the document has, in its order.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from torch_overlap.tools.bench import plots, result
-from torch_overlap.tools.bench.cases import COLLECTIVES
-from torch_overlap.tools.bench.layers import layer_table
-from torch_overlap.tools.bench.tables import TITLES, groups_of, table
+import results_plots as plots
+from results_tables import TITLES, groups_of, layer_table, table
 
-BEGIN = "<!-- results: written by `python -m torch_overlap bench plot`, from here -->"
+from torch_overlap.tools.bench import result
+from torch_overlap.tools.bench.cases import COLLECTIVES
+
+BEGIN = "<!-- results: written by `benchmarks/results_page.py`, from here -->"
 END = "<!-- to here -->"
 # Operations to plot, from the first file that has them in bf16. The tables have every figure.
 PICTURED = ("ag_gemm", "gemm_rs", "gemm_ar", "all_reduce", "all_gather", "reduce_scatter")
@@ -37,13 +45,13 @@ def update(paths: Sequence[Path], images: Path, document: Path) -> int:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         got = "another document" if text else "no such file"
         raise ValueError(
-            f"bench plot: expected {document} with the lines {BEGIN!r} and {END!r}, got {got}; "
+            f"results_page: expected {document} with the lines {BEGIN!r} and {END!r}, got {got}; "
             "give --document, or run it in the root of the repository"
         )
     before, rest = text.split(BEGIN)
     paths = paths or [Path(name) for name in re.findall(rf"^`({_RESULTS}/.*?)`:", rest.split(END)[0], re.MULTILINE)]
     if not paths:
-        raise ValueError(f"bench plot: expected result files, got none, and none is in {document}")
+        raise ValueError(f"results_page: expected result files, got none, and none is in {document}")
     contents = [(path, result.read(path)) for path in paths]
     pictured: set[str] = set()
     parts = [section(path.name, content, images, document, pictured) for path, content in contents]
@@ -89,7 +97,7 @@ def section(name: str, content: dict[str, Any], images: Path, document: Path, pi
         return f"{_head(name, content, layers[0]['tp'])}{title}\n\n{layer_table(layers)}\n\n"
     groups = groups_of(content["rows"])
     if not groups:
-        raise ValueError(f"bench plot: expected rows of operators, collectives or layers in {name}, got none")
+        raise ValueError(f"results_page: expected rows of operators, collectives or layers in {name}, got none")
     stem = Path(name).stem
     text = _head(name, content, groups[0].tp)
     for (op, dtype), same in groupby(groups, key=lambda group: (group.op, group.dtype)):
@@ -133,3 +141,20 @@ def provenance(name: str, content: dict[str, Any]) -> str:
         f"`{_RESULTS}/{name}`: {content['gpu']}, driver {content['driver']}, torch {content['torch']}, "
         f"NCCL {content['nccl']}, commit {content['commit']}, `{content['command']}`.{measured}"
     )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("results", nargs="*", type=Path, help="the result files")
+    add("--images", type=Path, default=Path("docs/images"), help="the folder of the plots (%(default)s)")
+    add("--document", type=Path, default=Path("docs/results.md"), help="the page with the tables (%(default)s)")
+    args = parser.parse_args()
+    try:
+        return update(args.results, args.images, args.document)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_overlap.tools.bench.tables import TITLES, Group, peers_of
+from results_tables import TITLES, Group, peers_of
 
 OURS = "#2b6cb0"
 PEERS = ("#d9822b", "#a0aec0", "#718096", "#2f855a", "#805ad5", "#b7791f")
@@ -19,24 +19,18 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def figure_of(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    """Returns a figure and its panels, [row][column]."""
-    import matplotlib
+def figure_of(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
+    """Returns a figure and its panels."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(rows, columns, figsize=(width, height), layout="constrained", squeeze=False)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, squeeze=False)[:, 0]
 
 
-def save(figure: Any, path: Path, dpi: int = DPI) -> None:
-    """Writes the file and closes the figure."""
-    import matplotlib.pyplot as plt
-
+def save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # No date and no version: the same numbers give the same file.
-    figure.savefig(path, dpi=dpi, metadata={"Software": None})
-    plt.close(figure)
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
 
 
 def _draw_bars(plot: Any, labels: Sequence[str], names: Sequence[str], values: Sequence[Sequence[float]],
@@ -57,8 +51,7 @@ def bars(groups: Sequence[Group], title: str, path: Path) -> None:
     """Plots the time over that of the product without communication: ours and the peers of each case, the floor as a
     line across its bars."""
     peers = peers_of(groups)
-    figure, axes = figure_of(max(7.0, 1.5 * len(groups)), 4)
-    plot = axes[0][0]
+    figure, (plot,) = figure_of(max(7.0, 1.5 * len(groups)), 4)
     rows = [(group.label, row) for group in groups if (row := group.ours(group.mode)) is not None]
     values = [[row["ratio_gemm"], *[row["peers"].get(peer, 0.0) / row["gemm_us"] for peer in peers]] for _, row in rows]
     floors = [row["floor_us"] / row["gemm_us"] if "floor_us" in row else None for _, row in rows]
@@ -79,8 +72,7 @@ def layers(rows: Sequence[tuple[str, dict[str, Any]]], title: str, path: Path) -
         path: the file to write.
     """
     peers = list(dict.fromkeys(peer for _, row in rows for peer in row["peers"]))
-    figure, axes = figure_of(7, 4)
-    plot = axes[0][0]
+    figure, (plot,) = figure_of(7, 4)
     values = [
         [row["over_nccl"], *[row["peers"].get(peer, 0.0) / row["peers"]["nccl"] for peer in peers]] for _, row in rows
     ]
@@ -94,8 +86,7 @@ def layers(rows: Sequence[tuple[str, dict[str, Any]]], title: str, path: Path) -
 def lines(groups: Sequence[Group], title: str, path: Path) -> None:
     """Plots microseconds over the size of a collective."""
     peers = peers_of(groups)
-    figure, axes = figure_of(7, 4)
-    plot = axes[0][0]
+    figure, (plot,) = figure_of(7, 4)
     rows = [(group.shape[0], row) for group in groups if (row := group.ours(group.mode))]
     sizes = [size for size, _ in rows]
     plot.plot(sizes, [row["us"] for _, row in rows], "o-", color=OURS, lw=2, label="ours")
@@ -119,7 +110,7 @@ def timeline(timelines: Sequence[dict[str, Any]], title: str, path: Path) -> Non
     figure, axes = figure_of(9, 0.6 + 1.1 * len(timelines), len(timelines))
     longest = max(span["start_us"] + span["us"] for line in timelines for span in line["spans"])
     lanes = [lane for lane in LANES if any(s["lane"] == lane for line in timelines for s in line["spans"])]
-    for plot, line in zip((row[0] for row in axes), timelines, strict=True):
+    for plot, line in zip(axes, timelines, strict=True):
         for index, lane in enumerate(lanes):
             spans = [(s["start_us"], s["us"]) for s in line["spans"] if s["lane"] == lane]
             plot.broken_barh(spans, (index + 0.1, 0.8), facecolors=LANES[lane], edgecolor="white", lw=0.3)
@@ -127,7 +118,7 @@ def timeline(timelines: Sequence[dict[str, Any]], title: str, path: Path) -> Non
         plot.set(xlim=(0, longest), ylim=(len(lanes), 0))
         plot.set_title(f"{line['variant']}", loc="left", fontsize="small")
         plot.tick_params(axis="x", labelsize="small")
-    axes[-1][0].set_xlabel("microseconds")
+    axes[-1].set_xlabel("microseconds")
     figure.suptitle(title, fontsize="medium")
     save(figure, path)
 
