@@ -143,40 +143,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from torch_overlap import compat, device_mesh, flight_recorder, gemm, hooks, mesh, nn, objcol, quantize, tools
-    from torch_overlap.compat import (
-        AllGatherOptions,
-        AllGatherSingleOptions,
-        AllReduceOptions,
-        AllToAllOptions,
-        AllToAllSingleOptions,
-        AllToAllvSingleOptions,
-        BarrierOptions,
-        BatchP2POptions,
-        BroadcastOptions,
-        CommOverlapAlgo,
-        CommOverlapBase,
-        CommOverlapConfig,
-        CommOverlapCore,
-        CommOverlapEntry,
-        CommOverlapHelper,
-        CommOverlapMethod,
-        CommOverlapP2PBase,
-        CommOverlapType,
-        GatherOptions,
-        GatherSingleOptions,
-        OverlapGroup,
-        RecvOptions,
-        ReduceOptions,
-        ReduceScatterOptions,
-        ReduceScatterSingleOptions,
-        ScatterOptions,
-        SendOptions,
-        comm_overlap_buffer,
-        comm_overlap_buffers,
-        create_comm_overlap_buffer,
-        destroy_all_comm_overlap_buffers,
-        destroy_comm_overlap_buffer,
-    )
+    from torch_overlap.compat.comm_overlap import *  # noqa: F403
+    from torch_overlap.compat.options import *  # noqa: F403
 
 # These modules and the names of torch_overlap.compat, with its operation classes, are loaded on first access, so that
 # `import torch_overlap` loads only the communicator and the operators. `jax` needs jax.

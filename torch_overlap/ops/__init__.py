@@ -53,45 +53,10 @@ from torch_overlap.ops.gemm import (
 from torch_overlap.ops.resharding import reshard
 
 if TYPE_CHECKING:
-    from torch_overlap.ops.collectives import (
-        all_gather,
-        all_gather_async,
-        all_reduce,
-        all_reduce_,
-        all_reduce_async,
-        all_to_all,
-        all_to_all_async,
-        all_to_all_v,
-        all_to_all_v_async,
-        broadcast,
-        broadcast_async,
-        permute,
-        permute_async,
-        recv_,
-        reduce_scatter,
-        reduce_scatter_async,
-        send,
-        wait_tensor,
-    )
-    from torch_overlap.ops.norms import (
-        add_rms_norm,
-        all_reduce_rms_norm,
-        all_reduce_rms_norm_quantize,
-        matmul_all_reduce_rms_norm,
-        matmul_all_reduce_rms_norm_quantize,
-    )
-    from torch_overlap.ops.overlapped import (
-        all_gather_matmul,
-        all_to_all_matmul,
-        bulk_overlap_matmul,
-        matmul_all_reduce,
-        matmul_all_to_all,
-        matmul_reduce_scatter,
-        scaled_all_gather_matmul,
-        scaled_matmul_all_reduce,
-        scaled_matmul_reduce_scatter,
-    )
-    from torch_overlap.ops.windows import put, signal, wait_signal
+    from torch_overlap.ops.collectives import *  # noqa: F403
+    from torch_overlap.ops.norms import *  # noqa: F403
+    from torch_overlap.ops.overlapped import *  # noqa: F403
+    from torch_overlap.ops.windows import *  # noqa: F403
 
 __all__ = [
     "add_rms_norm",
