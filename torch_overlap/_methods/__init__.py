@@ -1,7 +1,8 @@
 """The public methods of the classes of `_C`, as Python functions.
 
 `_C` has each of them under the same name with a leading underscore, and takes all arguments by position. The function
-here has the signature, the defaults and the documentation, and names the argument in errors (`arguments.checked`).
+here has the signature, the defaults and the documentation, and names the argument in errors (`arguments.checked`). One
+without arguments has no body: it declares the method of `_C`, which is called directly.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ __all__ = ["get_comm", "get_window"]
 
 
 def _set_method(owner: type, function: Callable[..., Any], op: str | None = None) -> None:
-    """Makes `function` a method of `owner`."""
-    function.__qualname__ = f"{owner.__name__}.{function.__name__}"
-    method = checked(function, op)
-    setattr(owner, function.__name__, method)
+    """Makes `function`, or the method of `_C` that it declares, a method of `owner`."""
+    name = function.__name__
+    function.__qualname__ = f"{owner.__name__}.{name}"
+    compiled = getattr(owner, f"_{name}", None) if function.__code__.co_argcount == 1 else None
+    if compiled is not None:
+        delattr(owner, f"_{name}")
+    setattr(owner, name, checked(function, op, compiled))
 
 
 def _functions(module: ModuleType) -> list[FunctionType]:

@@ -38,15 +38,16 @@ _FIXES = {
 }
 
 
-def checked(function: F, name: str | None = None) -> F:
-    """Returns `function` with TypeErrors that name the argument. `name` is used in errors; default: the function's
-    name."""
+def checked(function: F, name: str | None = None, compiled: Callable[..., Any] | None = None) -> F:
+    """Returns `function`, or `compiled` with its signature, with TypeErrors that name the argument. `name` is used in
+    errors; default: the function's name."""
     op = name or function.__name__
+    target = compiled or function
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
         try:
-            return function(*args, **keywords)
+            return target(*args, **keywords)
         except TypeError as error:
             if not isinstance(error, Error):
                 check_arguments(op, function, args, keywords)

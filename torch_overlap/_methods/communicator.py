@@ -26,7 +26,6 @@ def get_rank(self: TorchComm) -> int:
     Raises:
         StateError: the communicator was finalized.
     """
-    return self._get_rank()
 
 
 def get_size(self: TorchComm) -> int:
@@ -35,37 +34,30 @@ def get_size(self: TorchComm) -> int:
     Raises:
         StateError: the communicator was finalized.
     """
-    return self._get_size()
 
 
 def get_name(self: TorchComm) -> str:
     """Returns the name, which is unique among the live communicators of this process."""
-    return self._get_name()
 
 
 def get_device(self: TorchComm) -> torch.device:
     """Returns the device that tensors must be on."""
-    return self._get_device()
 
 
 def get_backend(self: TorchComm) -> str:
     """Returns the backend's name."""
-    return self._get_backend()
 
 
 def get_backend_version(self: TorchComm) -> str:
     """Returns the version of the communication library."""
-    return self._get_backend_version()
 
 
 def get_options(self: TorchComm) -> CommOptions:
     """Returns a copy of the effective options, as CommOptions."""
-    return self._get_options()
 
 
 def get_ranks_in_world(self: TorchComm) -> list[int]:
     """Returns the members' ranks in the communicator that new_comm made, in rank order."""
-    return self._get_ranks_in_world()
 
 
 def get_native_handle(self: TorchComm) -> int:
@@ -74,7 +66,6 @@ def get_native_handle(self: TorchComm) -> int:
     Raises:
         StateError: the communicator was finalized or aborted.
     """
-    return self._get_native_handle()
 
 
 def split(
@@ -127,12 +118,10 @@ def finalize(self: TorchComm) -> None:
         comm = new_comm("nccl", "cuda")
         comm.finalize()
     """
-    self._finalize()
 
 
 def abort(self: TorchComm) -> None:
     """Ends all operations immediately, on this rank, and runs the abort hooks. Never ends the process."""
-    self._abort()
 
 
 def is_aborted(self: TorchComm) -> bool:
@@ -140,12 +129,10 @@ def is_aborted(self: TorchComm) -> bool:
 
     Does not query other ranks. Callable from any thread.
     """
-    return self._is_aborted()
 
 
 def is_abort_supported(self: TorchComm) -> bool:
     """Returns True if abort() ends operations in flight, which it does on every built-in backend."""
-    return self._is_abort_supported()
 
 
 def is_finalized(self: TorchComm) -> bool:
@@ -153,17 +140,14 @@ def is_finalized(self: TorchComm) -> bool:
 
     Does not query other ranks.
     """
-    return self._is_finalized()
 
 
 def get_init_handle(self: TorchComm) -> str:
     """Returns the text that identifies this rank in reconfigure(). It is constant for the life of the object."""
-    return self._get_init_handle()
 
 
 def get_generation(self: TorchComm) -> int:
     """Returns the number of times that the members were changed."""
-    return self._get_generation()
 
 
 def reconfigure(
@@ -246,7 +230,6 @@ def batch_op_create(self: TorchComm) -> BatchSendRecv:
         batch.recv(y, left)
         batch.issue(async_op=True).wait()
     """
-    return self._batch_op_create()
 
 
 def new_window(self: TorchComm, tensor: Tensor | None = None) -> TorchCommWindow:

@@ -38,7 +38,6 @@ def tensor_deregister(self: TorchCommWindow) -> None:
         StateError: the window has no tensor.
         OperationTimeoutError: an operation of the window did not end, or a rank did not call it, in time.
     """
-    self._tensor_deregister()
 
 
 def put(
@@ -145,22 +144,18 @@ def get_attr(self: TorchCommWindow, peer_rank: int) -> TorchCommWindowAttr:
 
 def get_size(self: TorchCommWindow) -> int:
     """Returns the size in bytes of one rank's part."""
-    return self._get_size()
 
 
 def get_tensor(self: TorchCommWindow) -> Tensor:
     """Returns this rank's tensor."""
-    return self._get_tensor()
 
 
 def get_name(self: TorchCommWindow) -> str:
     """Returns the name by which operators find the window."""
-    return self._get_name()
 
 
 def get_comm(self: TorchCommWindow) -> TorchComm:
     """Returns the communicator."""
-    return self._get_comm()
 
 
 def _either(op: str, name: str, value: int | None, other_name: str, other: int | None) -> int:

@@ -49,17 +49,14 @@ def is_completed(self: TorchWork) -> bool:
 
     False for an operation that was captured in a CUDA graph: it runs at each replay.
     """
-    return self._is_completed()
 
 
 def status(self: TorchWork) -> WorkStatus:
     """Returns the current WorkStatus."""
-    return self._status()
 
 
 def exception(self: TorchWork) -> BaseException | None:
     """Returns the exception that the operation ended with, or None."""
-    return self._exception()
 
 
 def send(self: BatchSendRecv, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -103,4 +100,3 @@ def issue(
 
 def remove(self: RemovableHandle) -> None:
     """Removes the hook. Allowed inside a hook call. No-op the second time."""
-    self._remove()
