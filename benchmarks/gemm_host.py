@@ -21,9 +21,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from host_time import host_sampler
 
 from torch_overlap._gemm import custom_gemm_kernels, run_custom_gemm_kernel
-from torch_overlap._timing import host_sampler, interleave, ratio_of, spread_of
+from torch_overlap._timing import interleave, ratio_of, spread_of
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, gemm_statistics, set_gemm_tuning
 from torch_overlap.tools.bench.result import write_result
 

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from host_time import host_sampler
 
 import torch_overlap as to
-from torch_overlap._timing import host_sampler, interleave, ratio_of, slowest_rank, spread_of
+from torch_overlap._timing import interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.tools.bench.libraries import torch_symmetric
 from torch_overlap.tools.bench.result import write_result
 

@@ -21,10 +21,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from host_time import host_sampler
 
 import torch_overlap as to
 from torch_overlap import gemm as products
-from torch_overlap._timing import Stopwatch, host_sampler, in_graph, interleave, slowest_rank, spread_of
+from torch_overlap._timing import Stopwatch, in_graph, interleave, slowest_rank, spread_of
 from torch_overlap.ops._arguments import group
 from torch_overlap.quantize import ScalingMode
 from torch_overlap.tools.bench.result import write_result

@@ -67,7 +67,17 @@ class Stopwatch:
             before: runs before the ranks meet; not timed.
         """
         if self.device.type == "cpu":
-            return self._host_sampler(work, calls * repeats, repeats, before)
+
+            def sample_host() -> float:
+                if before is not None:
+                    before()
+                self.meet()
+                begin = time.perf_counter()
+                for _ in range(repeats):
+                    work()
+                return (time.perf_counter() - begin) * 1e6 / (calls * repeats)
+
+            return sample_host
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         lead = self.lead_cycles
 
@@ -88,36 +98,6 @@ class Stopwatch:
             return float(start.elapsed_time(end)) * 1000 / (calls * repeats)
 
         return sample
-
-    def _host_sampler(
-        self, work: Callable[[], object], calls: int, repeats: int, before: Callable[[], object] | None
-    ) -> Callable[[], float]:
-        def sample() -> float:
-            if before is not None:
-                before()
-            self.meet()
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                work()
-            return (time.perf_counter() - begin) * 1e6 / calls
-
-        return sample
-
-
-def host_sampler(call: Callable[[], object], calls: int) -> Callable[[], float]:
-    """Returns a sampler of the host's microseconds in one of `calls` consecutive calls. It synchronizes the GPU before
-    and after."""
-
-    def sample() -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        elapsed = time.perf_counter() - begin
-        torch.cuda.synchronize()
-        return elapsed * 1e6 / calls
-
-    return sample
 
 
 def in_graph(call: Callable[[], object], count: int = 1) -> Callable[[], object]:
