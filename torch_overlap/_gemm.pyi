@@ -1,7 +1,7 @@
 """Types of the compiled products, which torch_overlap/gemm.py documents."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Final, TypedDict
 
 from torch import Tensor
 
@@ -19,20 +19,13 @@ class GemmOperand:
         columnwise_data: Tensor | None = None,
         columnwise_scale_inv: Tensor | None = None,
     ) -> None: ...
-    @property
-    def data(self) -> Tensor: ...
-    @property
-    def transposed(self) -> bool: ...
-    @property
-    def scaling(self) -> ScalingMode: ...
-    @property
-    def scale_inv(self) -> Tensor | None: ...
-    @property
-    def swizzled(self) -> bool: ...
-    @property
-    def columnwise_data(self) -> Tensor | None: ...
-    @property
-    def columnwise_scale_inv(self) -> Tensor | None: ...
+    data: Final[Tensor]
+    transposed: Final[bool]
+    scaling: Final[ScalingMode]
+    scale_inv: Final[Tensor | None]
+    swizzled: Final[bool]
+    columnwise_data: Final[Tensor | None]
+    columnwise_scale_inv: Final[Tensor | None]
 
 class GemmArgs:
     def __init__(
@@ -54,36 +47,21 @@ class GemmArgs:
         sm_target: int = 0,
         workspace: Tensor | None = None,
     ) -> None: ...
-    @property
-    def lhs(self) -> GemmOperand: ...
-    @property
-    def rhs(self) -> GemmOperand: ...
-    @property
-    def out(self) -> Tensor: ...
-    @property
-    def bias(self) -> Tensor | None: ...
-    @property
-    def gelu(self) -> bool: ...
-    @property
-    def pre_gelu_out(self) -> Tensor | None: ...
-    @property
-    def gelu_input(self) -> Tensor | None: ...
-    @property
-    def bias_grad(self) -> Tensor | None: ...
-    @property
-    def residual(self) -> Tensor | None: ...
-    @property
-    def accumulate(self) -> bool: ...
-    @property
-    def use_split_accumulator(self) -> bool: ...
-    @property
-    def out_scale(self) -> Tensor | None: ...
-    @property
-    def out_amax(self) -> Tensor | None: ...
-    @property
-    def sm_target(self) -> int: ...
-    @property
-    def workspace(self) -> Tensor | None: ...
+    lhs: Final[GemmOperand]
+    rhs: Final[GemmOperand]
+    out: Final[Tensor]
+    bias: Final[Tensor | None]
+    gelu: Final[bool]
+    pre_gelu_out: Final[Tensor | None]
+    gelu_input: Final[Tensor | None]
+    bias_grad: Final[Tensor | None]
+    residual: Final[Tensor | None]
+    accumulate: Final[bool]
+    use_split_accumulator: Final[bool]
+    out_scale: Final[Tensor | None]
+    out_amax: Final[Tensor | None]
+    sm_target: Final[int]
+    workspace: Final[Tensor | None]
     def rows(self, begin: int, length: int) -> GemmArgs: ...
     def columns(self, begin: int, length: int) -> GemmArgs: ...
 

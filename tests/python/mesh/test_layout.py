@@ -28,6 +28,7 @@ def test_the_types_are_those_of_the_module() -> None:
         assert (member.__doc__ or "").strip(), name
         if isinstance(node, ast.ClassDef):
             members = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            members |= {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
             assert {m for m in dir(member) if m not in given} == members - {"__init__"}, name
     assert to.mesh.__all__ == sorted(to.mesh.__all__)
 
