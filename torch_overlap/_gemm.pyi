@@ -1,11 +1,12 @@
 """Types of the compiled products, which torch_overlap/gemm.py documents."""
 
 from collections.abc import Sequence
-from typing import Final, TypedDict
+from typing import Final
 
 from torch import Tensor
 
 from torch_overlap._C import ScalingMode
+from torch_overlap.gemm import GemmStatistics
 
 class GemmOperand:
     def __init__(
@@ -64,13 +65,6 @@ class GemmArgs:
     workspace: Final[Tensor | None]
     def rows(self, begin: int, length: int) -> GemmArgs: ...
     def columns(self, begin: int, length: int) -> GemmArgs: ...
-
-class GemmStatistics(TypedDict):
-    calls: int
-    plans: int
-    queries: int
-    measured: int
-    composed: int
 
 def gemm(args: GemmArgs) -> None: ...
 def grouped_gemm(group: Sequence[GemmArgs]) -> None: ...

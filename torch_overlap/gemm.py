@@ -118,8 +118,7 @@ def set_gemm_mxfp8(path: Literal["dequantize", "native"]) -> None:
 
 def gemm_statistics() -> GemmStatistics:
     """Returns the counts. A call with an existing plan adds 1 to `calls` and nothing to `plans` and `queries`."""
-    counts = _gemm.gemm_statistics()
-    return GemmStatistics(**counts)
+    return _gemm.gemm_statistics()
 
 
 def reset_gemm_statistics() -> None:
