@@ -65,13 +65,16 @@ for _owner, _all in _METHODS.items():
         _set_method(_owner, _function)
 _set_constructor(_C.P2POp, values.constructor_of_p2p)
 _set_constructor(_C.ReduceOp, values.constructor_of_reduce_op)
-_set_constructor(_C.CommOptions, values.constructor_of_comm_options)
-_set_constructor(_C.BackendOptions, c10d.constructor_of_options)
 _set_constructor(_C._BackendWrapper, c10d.constructor_of_wrapper)
-for _kind in values.OP_OPTIONS:
-    _set_constructor(_kind, values.constructor_of_options)
-for _kind in values.TAGGED_OPTIONS:
-    _set_constructor(_kind, values.constructor_of_tagged_options)
+_OPTIONS = {
+    _C.CommOptions: values.constructor_of_comm_options,
+    _C.BackendOptions: c10d.constructor_of_options,
+    _C.SendOptions: values.constructor_of_tagged_options,
+    _C.RecvOptions: values.constructor_of_tagged_options,
+}
+for _name, _kind in vars(_C).items():
+    if _name.endswith("Options"):
+        _set_constructor(_kind, _OPTIONS.get(_kind, values.constructor_of_options))
 setattr(_C.ReduceOp, "PREMUL_SUM", staticmethod(checked(values.PREMUL_SUM, "ReduceOp.PREMUL_SUM")))  # noqa: B010
 
 get_comm = checked(values.get_comm)

@@ -11,26 +11,6 @@ from torch import Tensor
 from torch_overlap import _C
 from torch_overlap._C import CommOptions, P2POp, P2POpType, RedOpType, ReduceOp, TorchComm, TorchCommWindow
 
-# Option classes of the operations whose constructor takes hints and a timeout, and of those that also take a tag.
-OP_OPTIONS: tuple[type, ...] = (
-    _C.BroadcastOptions,
-    _C.AllReduceOptions,
-    _C.ReduceOptions,
-    _C.AllGatherOptions,
-    _C.AllGatherSingleOptions,
-    _C.ReduceScatterOptions,
-    _C.ReduceScatterSingleOptions,
-    _C.AllToAllOptions,
-    _C.AllToAllSingleOptions,
-    _C.AllToAllvSingleOptions,
-    _C.BarrierOptions,
-    _C.ScatterOptions,
-    _C.GatherOptions,
-    _C.GatherSingleOptions,
-    _C.BatchP2POptions,
-)
-TAGGED_OPTIONS: tuple[type, ...] = (_C.SendOptions, _C.RecvOptions)
-
 
 def constructor_of_p2p(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: P2POp, type: P2POpType, tensor: Tensor, peer: int, tag: int = 0) -> None:
