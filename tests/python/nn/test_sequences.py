@@ -276,3 +276,48 @@ def ungathered(rank: int, size: int, store: Any, seed: int, use_reentrant: bool)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_blocks_are_recomputed_without_a_gather_after_them(seed: int, use_reentrant: bool) -> None:
     run_ranks(ungathered, 2, seed, use_reentrant, comm=False)
+
+
+class Regions(nn.Module):
+    """A model of which parts are compiled by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.block, self.head = nn.Identity(), Mixing(), nn.Linear(DIM, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.begin(x)))
+
+
+def compiled_regions(rank: int, size: int, store: Any, seed: int, region: str, full: bool) -> None:
+    torch._dynamo.reset()
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole = Regions().double()
+    plan = {"begin": ShardInput(argument="input"), "block.up": ColumnParallel(), "block.down": RowParallel(),
+            "head": ColumnParallel(gather_output=True)}  # fmt: skip
+    model = parallelize(copy.deepcopy(whole), mesh, plan)
+    even, odd, longer = inputs(seed, 2 * size, 2 * size - 1, 4 * size - 1)
+    with torch.no_grad():
+        torch.testing.assert_close(model(odd), whole(odd))
+    for module in model.get_submodule(region).modules() if region == "block" else [model.get_submodule(region)]:
+        module.compile(backend="aot_eager", fullgraph=full)
+    for x in (even, odd, longer, even, odd):
+        if full and x is not even:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"divisible by {size} ranks under torch\.compile"):
+                model(x)
+            continue
+        results = [one(x) for one in (model, whole)]
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+        for one, y in zip((model, whole), results, strict=True):
+            one.zero_grad()
+            y.square().sum().backward()
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-9,
+                                       atol=1e-11)  # fmt: skip
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("region", ["begin", "block", "head"])
+def test_a_compiled_part_of_a_model_is_right_or_refuses_a_padded_sequence(seed: int, region: str, full: bool) -> None:
+    run_ranks(compiled_regions, 2, seed, region, full, comm=False)

@@ -34,6 +34,7 @@ class SharedSequence:
     def __init__(self, comm: TorchComm, *, is_shared: bool) -> None:
         self.size, self.is_shared = comm.get_size(), is_shared
         self._open: _Open | None = None
+        self._is_padded = False  # compiled code reads this alone: it is not compiled again for each length
 
     def __deepcopy__(self, _: object) -> SharedSequence:
         return self  # as the hooks of a copied model do
@@ -49,6 +50,7 @@ class SharedSequence:
             raise UnsupportedError(f"ShardInput: expected a sequence divisible by {self.size} ranks under {how}, got "
                                    f"length {length}. {advice}")  # fmt: skip
         if is_compiling:
+            self.restore(None)
             return x
         # A module that splits again begins a new pass.
         last = self._open
@@ -59,24 +61,33 @@ class SharedSequence:
                              "Gather the first (GatherSequence), or pad both to multiples of "
                              f"{self.size}.")  # fmt: skip
         owners = (*(before.owners if before else ()), owner)
-        self._open = _Open(owners, length, min(length, before.min_length) if before else length)
+        self.restore(_Open(owners, length, min(length, before.min_length) if before else length))
         x = _Mark.apply(x, self, last)  # type: ignore[no-untyped-call]
         return _pad(x, dim, missing) if missing else x
 
     def end(self, whole: Tensor, dim: int) -> Tensor:
         """Returns the gathered sequence without padding, and forgets its length."""
         y = self.trim(whole, dim)
-        if not torch.compiler.is_compiling():
-            self._open = None
+        self.restore(None)
         return y
 
     def restore(self, state: _Open | None) -> None:
         self._open = state
+        self._is_padded = state is not None and state.length % self.size != 0
+
+    def _expect_no_padding(self) -> None:
+        """Raises UnsupportedError in compiled code if a ShardInput that is not compiled padded the sequence."""
+        if self._is_padded:
+            raise UnsupportedError(f"sequence parallelism: expected a sequence divisible by {self.size} ranks under "
+                                   "torch.compile, got one that ShardInput has padded. Pad the input.")  # fmt: skip
 
     def gathered_rows(self, rows: int) -> int:
         """Returns the true length of the sequence of which each rank has `rows` rows."""
         whole = rows * self.size
-        if self._open is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self._expect_no_padding()
+            return whole
+        if self._open is None:
             return whole
         if whole < self._open.min_length:
             raise StateError(f"sequence parallelism: expected all rows of the sequence of length "
@@ -103,8 +114,11 @@ class SharedSequence:
 
     def pad(self, x: Tensor, dim: int) -> Tensor:
         """Appends the rows again before a sequence is scattered."""
+        if torch.compiler.is_compiling():
+            self._expect_no_padding()
+            return x
         missing = -x.size(dim) % self.size
-        if not missing or torch.compiler.is_compiling() or self._open is None or x.size(dim) != self._open.length:
+        if not missing or self._open is None or x.size(dim) != self._open.length:
             return x
         return _pad(x, dim, missing)
 
