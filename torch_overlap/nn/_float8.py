@@ -78,9 +78,10 @@ def column_parallel_linear(
     trains = plan.is_training and any(w.requires_grad for w in weights)
     mine, weight = quantize_forward(plan, state, rows, weights, x_columns=trains and plan.block > 0,
                                     w_columns=plan.is_training and x.requires_grad, ranks=1)  # fmt: skip
-    found: tuple[Tensor, ...] = _Column.apply(  # type: ignore[no-untyped-call]
-        _as_row_plan(plan), state, keep_gathered, *mine, *weight, rows, *weights, *biases
-    )
+    needs_grad = plan.is_training and any(t is not None and t.requires_grad for t in (rows, *weights, *biases))
+    # Without gradients torch.compile cannot trace an autograd function of any number of tensors.
+    run: Callable[..., tuple[Tensor, ...]] = _Column.apply if needs_grad else _Column.forward
+    found = run(_as_row_plan(plan), state, keep_gathered, *mine, *weight, rows, *weights, *biases)
     outputs = list(found[: len(weights)])
     return [_from_rows(y, x, dim, plan.size, 1) for y in outputs] if plan.block else outputs
 
