@@ -152,6 +152,21 @@ def as_dtensor(part: Tensor, mesh: DeviceMesh, placements: list[Placement], shap
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+class _ToLocal(torch.autograd.Function):
+    """DTensor.to_local() with gradients of gradients, which that of torch 2.11 drops."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: DTensor) -> Tensor:
+        ctx.placement = whole.device_mesh, whole.placements, whole.shape, whole.stride()
+        part = whole.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        mesh, placements, shape, stride = ctx.placement
+        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def local_parameter(module: nn.Module, name: str) -> Tensor | None:
     """Returns this rank's part of a parameter of a module with a layout, as a plain tensor to compute with.
 
@@ -168,7 +183,8 @@ def local_parameter(module: nn.Module, name: str) -> Tensor | None:
                              f"{parameter.device_mesh}. Call the module that was given to fully_shard.")  # fmt: skip
         if not isinstance(parameter, DTensor) or parameter.placements != (layout.placement(name),):
             raise wrong_layout(module, name, parameter, layout.placement(name))
-        part = parameter.to_local()
+        is_recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        part = _ToLocal.apply(parameter) if is_recorded else parameter.to_local()  # type: ignore[no-untyped-call]
     if name not in layout.split and part.requires_grad and torch.is_grad_enabled():
         if name not in layout.partial:
             _check_first_gradient(module, name, part)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from llama_cases import start
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import torch_overlap as to
 from torch_overlap import nn as tnn
 from torch_overlap.mesh import P, choosing, connect, shard
 from torch_overlap.nn.functional import copy_matmul, sum_matmul
+from torch_overlap.nn.styles import ColumnParallel, RowParallel, VocabularyParallel, parallelize
 from torch_overlap.testing import run_ranks
 
 ROWS, IN, HIDDEN, OUT, VOCABULARY = 4, 6, 12, 5, 12
@@ -146,3 +152,38 @@ def first_order_of_fp8(comm: to.TorchComm) -> None:
 
 def test_layers_with_fp8_refuse_it() -> None:
     run_ranks(first_order_of_fp8, 2, backend="gloo")
+
+
+class Tied(nn.Module):
+    """An embedding, an MLP with a norm, and a head with the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(12, 8), nn.LayerNorm(8)
+        self.up, self.down, self.head = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        return self.head(x + self.down(self.up(self.norm(x)).tanh()))
+
+
+def parameters_of_a_plan(rank: int, size: int, store: Any, seed: int) -> None:
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole, options = Tied().double(), {"sequence_parallel": False}
+    plan = {"embedding": VocabularyParallel(), "up": ColumnParallel(**options), "down": RowParallel(**options),
+            "head": ColumnParallel(gather_output=True, **options)}  # fmt: skip
+    model = parallelize(copy.deepcopy(whole), mesh, plan)
+    tokens = torch.randint(12, (2, 5))
+    for one in (model, whole):
+        parameters = list(one.parameters())
+        grads = torch.autograd.grad(one(tokens).square().sum(), parameters, create_graph=True)
+        full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+        torch.stack([grad.square().sum() for grad in full]).sum().backward()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_of_parameter_gradients_under_a_plan(seed: int) -> None:
+    run_ranks(parameters_of_a_plan, 2, seed, comm=False)
