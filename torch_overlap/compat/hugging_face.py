@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_overlap import ops
+from torch_overlap._dtensor import to_local
 from torch_overlap.nn.functional import copy_matmul, local_shard, sum_matmul
 from torch_overlap.nn.layout import comm_of
 
@@ -96,5 +97,5 @@ def _expect_linear(module: nn.Module) -> None:
 
 
 def _local(module: Any) -> tuple[Tensor, Tensor | None]:
-    weight, bias = (p.to_local() if isinstance(p, DTensor) else p for p in (module.weight, module.bias))
+    weight, bias = (to_local(p) if isinstance(p, DTensor) else p for p in (module.weight, module.bias))
     return weight, bias

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_overlap._C import InvalidValueError, MeshComms, UnsupportedError
+from torch_overlap._dtensor import from_local, to_local
 from torch_overlap.mesh._core import Layout, Mesh
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.value_spec import spec_of, with_invariant_rest
@@ -90,22 +90,18 @@ def to_dtensor(x: Sharded, device_mesh: DeviceMesh) -> DTensor:
         x = x._reshard(x.layout.with_partial(None))
     # DTensor's gradients are whole everywhere: the move makes those of a replicated value count once.
     x = x._reshard(with_invariant_rest(x.layout))
-    stride = torch.empty(x.shape, device="meta").stride()
-    out: DTensor = DTensor.from_local(
-        x.local, device_mesh, placements_of(x.layout), run_check=False, shape=x.shape, stride=stride
-    )
-    return out
+    return from_local(x.local, device_mesh, placements_of(x.layout), x.shape)
 
 
 def from_dtensor(x: DTensor, mesh: MeshComms) -> Sharded:
     """Returns a DTensor as a Sharded on a connected mesh of the same shape and ranks. Differentiable.
 
-    Replicate becomes invariant: the gradient that is passed back is whole on every rank, also for Partial.
+    Replicate becomes invariant: the gradient that is passed back is whole on every rank, also for Partial. A gradient of
+    that gradient raises an UnsupportedError for Partial.
     """
     _check(mesh, x.device_mesh)
     layout = with_invariant_rest(layout_from_placements(mesh.mesh, x.placements, x.dim()))
-    grads = [Replicate() if isinstance(p, Partial) else p for p in x.placements]
-    return Sharded(x.to_local(grad_placements=grads), spec_of(mesh, layout, x.shape, x.dtype))
+    return Sharded(to_local(x), spec_of(mesh, layout, x.shape, x.dtype))
 
 
 def _check(mesh: MeshComms, device_mesh: DeviceMesh) -> None:

@@ -21,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from torch_overlap import ops
 from torch_overlap._C import StateError, TorchComm
 from torch_overlap._c10d import comm_from_group
+from torch_overlap._dtensor import from_local, to_local
 from torch_overlap.nn._changes import watch_changes
 from torch_overlap.nn._computed import expect_no_hooks, expect_parameters, wrong_layout
 from torch_overlap.ops._arguments import group
@@ -106,7 +107,7 @@ def set_part(module: nn.Module, name: str, part: nn.Parameter) -> None:
     assert layout is not None
     if layout.mesh is not None and not isinstance(part, DTensor):
         whole = whole_shape(part, layout.comm.get_size(), layout.split.get(name))
-        data = as_dtensor(part.detach(), layout.mesh, [layout.placement(name)], whole)
+        data = from_local(part.detach(), layout.mesh, [layout.placement(name)], whole)
         part = nn.Parameter(data, requires_grad=part.requires_grad)
     setattr(module, name, part)
 
@@ -146,27 +147,6 @@ def whole_shape(part: Tensor, size: int, dim: int | None) -> torch.Size:
     return torch.Size(n * size if i == dim else n for i, n in enumerate(part.shape))
 
 
-def as_dtensor(part: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: torch.Size) -> DTensor:
-    """Returns the DTensor of a contiguous tensor of `shape` whose local part is `part`. Sends nothing."""
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-class _ToLocal(torch.autograd.Function):
-    """DTensor.to_local() with gradients of gradients, which that of torch 2.11 drops."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: DTensor) -> Tensor:
-        ctx.placement = whole.device_mesh, whole.placements, whole.shape, whole.stride()
-        part = whole.to_local()
-        return part.view_as(part)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> DTensor:
-        mesh, placements, shape, stride = ctx.placement
-        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
 def local_parameter(module: nn.Module, name: str) -> Tensor | None:
     """Returns this rank's part of a parameter of a module with a layout, as a plain tensor to compute with.
 
@@ -183,8 +163,7 @@ def local_parameter(module: nn.Module, name: str) -> Tensor | None:
                              f"{parameter.device_mesh}. Call the module that was given to fully_shard.")  # fmt: skip
         if not isinstance(parameter, DTensor) or parameter.placements != (layout.placement(name),):
             raise wrong_layout(module, name, parameter, layout.placement(name))
-        is_recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        part = _ToLocal.apply(parameter) if is_recorded else parameter.to_local()  # type: ignore[no-untyped-call]
+        part = to_local(parameter)
     if name not in layout.split and part.requires_grad and torch.is_grad_enabled():
         if name not in layout.partial:
             _check_first_gradient(module, name, part)

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from torch_overlap import _optimizer_state, ops
 from torch_overlap._C import TorchComm
-from torch_overlap.nn.layout import as_dtensor, layouts, whole_shape
+from torch_overlap._dtensor import from_local
+from torch_overlap.nn.layout import layouts, whole_shape
 
 
 def _split(module: nn.Module) -> dict[int, tuple[Tensor, TorchComm, int]]:
@@ -198,7 +199,7 @@ def _as_dtensor(key: str, part: Tensor, comm: TorchComm, dim: int, mesh: DeviceM
             raise ValueError(f"sharded_state_dict: expected a mesh of the dimensions that fully_shard has for '{key}' "
                              f"and then {size} ranks, {(*before.shape, size)}, got {mesh}; write "
                              'mesh["dp", "tp"]')  # fmt: skip
-    return as_dtensor(part.to_local() if isinstance(part, DTensor) else part, mesh,
+    return from_local(part.to_local() if isinstance(part, DTensor) else part, mesh,
                       _placements(part, size, dim, mesh.ndim), whole_shape(part, size, dim))  # fmt: skip
 
 

@@ -24,6 +24,17 @@ CASES = (
 )
 
 
+def check_second_gradients(d, x, sum_of_cubes):
+    (first,) = torch.autograd.grad(sum_of_cubes(d), d, create_graph=True)
+    torch.testing.assert_close(first.full_tensor(), 3 * x**2)
+    if any(isinstance(p, Partial) for p in d.placements):
+        with pytest.raises(to.UnsupportedError, match="expected no Partial placement where a gradient of a gradient"):
+            torch.autograd.grad((first**2).sum().full_tensor(), d)
+        return
+    (second,) = torch.autograd.grad((first**2).sum().full_tensor(), d)
+    torch.testing.assert_close(second.full_tensor(), 36 * x**3)
+
+
 def check_round_trips(rank, size, store, seed):
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.PrefixStore("pg", store), rank=rank, world_size=size, timeout=limit)
@@ -45,6 +56,8 @@ def check_round_trips(rank, size, store, seed):
         torch.testing.assert_close(s.full(), x)
         (s * s).sum().backward()
         torch.testing.assert_close(d.grad.full_tensor(), 2 * x)
+        check_second_gradients(d, x, lambda d: (from_dtensor(d, mesh) ** 3).sum().full())
+        check_second_gradients(d, x, lambda d: (to_dtensor(from_dtensor(d, mesh), devices) ** 3).sum().full_tensor())
 
         again = Sharded(s.local.detach().requires_grad_(), s.spec)
         back = to_dtensor(again, devices)
