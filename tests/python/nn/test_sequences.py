@@ -321,3 +321,25 @@ def compiled_regions(rank: int, size: int, store: Any, seed: int, region: str, f
 @pytest.mark.parametrize("region", ["begin", "block", "head"])
 def test_a_compiled_part_of_a_model_is_right_or_refuses_a_padded_sequence(seed: int, region: str, full: bool) -> None:
     run_ranks(compiled_regions, 2, seed, region, full, comm=False)
+
+
+def compiled_decoder(rank: int, size: int, store: Any, seed: int, full: bool) -> None:
+    torch._dynamo.reset()
+    mesh = start(rank, size, store)
+    model = nn.ModuleDict({"encoder": nn.Identity(), "decoder": nn.Identity()})
+    parallelize(model, mesh, dict.fromkeys(model, ShardInput(argument="input")))
+    even, odd = inputs(seed, 2 * size, 2 * size - 1)
+    model["decoder"].compile(backend="aot_eager", fullgraph=full)
+    for _ in range(2):  # a pass of the same module begins again
+        assert model["encoder"](odd).size(1) == 2
+    with pytest.raises(
+        (torch._dynamo.exc.Unsupported, to.Error), match="ShardInput: expected .* to be gathered before"
+    ):
+        model["decoder"](even)
+    model["encoder"](even)
+    assert model["decoder"](even).size(1) == 2
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_compiled_module_does_not_split_beside_a_padded_sequence(seed: int, full: bool) -> None:
+    run_ranks(compiled_decoder, 2, seed, full, comm=False)

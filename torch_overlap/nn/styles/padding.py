@@ -50,6 +50,10 @@ class SharedSequence:
             raise UnsupportedError(f"ShardInput: expected a sequence divisible by {self.size} ranks under {how}, got "
                                    f"length {length}. {advice}")  # fmt: skip
         if is_compiling:
+            if self._is_padded and self._open is not None and all(owner is not one for one in self._open.owners):
+                raise UnsupportedError("ShardInput: expected a sequence that another ShardInput has padded to be "
+                                       "gathered before one is split under torch.compile. Gather the first "
+                                       f"(GatherSequence), or pad it to a multiple of {self.size}.")  # fmt: skip
             self.restore(None)
             return x
         # A module that splits again begins a new pass.
