@@ -63,4 +63,9 @@ def _store() -> Any:
     dist: Any = c10d
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
-    return dist.PrefixStore("torch_overlap.testing", store)
+    shared = dist.PrefixStore("torch_overlap.testing", store)
+    # On a loaded machine ranks may be ready at very different times: the time of a call begins when all are.
+    if shared.add("ready", 1) == int(os.environ["WORLD_SIZE"]):
+        shared.set("all ready", b"")
+    shared.wait(["all ready"])
+    return shared

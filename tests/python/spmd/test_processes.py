@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 STRESS = "TORCH_OVERLAP_STRESS" in os.environ
 RANKS = 8 if STRESS else 4  # tests of more ranks are skipped
-SAMPLE = 1 if STRESS else 10  # one test of so many, drawn anew each time
+SAMPLE = 1 if STRESS else 20  # one test of so many, drawn anew each time
 SECONDS = 600
 FILES = ("autocast", "costs", "functions", "gradients", "images", "layouts", "moving", "operators", "pipeline",
          "products", "reducing", "reshapes", "reshard", "reshard_gradients", "same_everywhere", "vmap")  # fmt: skip
