@@ -96,8 +96,8 @@ def to_dtensor(x: Sharded, device_mesh: DeviceMesh) -> DTensor:
 def from_dtensor(x: DTensor, mesh: MeshComms) -> Sharded:
     """Returns a DTensor as a Sharded on a connected mesh of the same shape and ranks. Differentiable.
 
-    Replicate becomes invariant: the gradient that is passed back is whole on every rank, also for Partial. A gradient of
-    that gradient raises an UnsupportedError for Partial.
+    Replicate becomes invariant: the gradient that is passed back is whole on every rank, also for Partial. A gradient
+    of that gradient raises an UnsupportedError for Partial.
     """
     _check(mesh, x.device_mesh)
     layout = with_invariant_rest(layout_from_placements(mesh.mesh, x.placements, x.dim()))

@@ -333,7 +333,7 @@ def compiled_decoder(rank: int, size: int, store: Any, seed: int, full: bool) ->
     for _ in range(2):  # a pass of the same module begins again
         assert model["encoder"](odd).size(1) == 2
     with pytest.raises(
-        (torch._dynamo.exc.Unsupported, to.Error), match="ShardInput: expected .* to be gathered before"
+        (torch._dynamo.exc.Unsupported, to.Error), match=r"ShardInput: expected .* to be gathered before"
     ):
         model["decoder"](even)
     model["encoder"](even)
