@@ -2,11 +2,12 @@
 
 `_C` has each of them under the same name with a leading underscore, and takes all arguments by position. The function
 here has the signature, the defaults and the documentation, and names the argument in errors (`arguments.checked`). One
-without arguments has no body: it declares the method of `_C`, which is called directly.
+without arguments has no body: it declares the method of `_C`, which is called directly and must exist.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
@@ -18,15 +19,26 @@ from torch_overlap._methods.documented import documented
 
 __all__ = ["get_comm", "get_window"]
 
+# Functions without arguments that have a body.
+_DEFINED_HERE = (communicator.get_mem_allocator,)
 
-def _set_method(owner: type, function: Callable[..., Any], op: str | None = None) -> None:
+
+def _set_method(
+    owner: type, function: Callable[..., Any], op: str | None = None, compiled: Callable[..., Any] | None = None
+) -> None:
     """Makes `function`, or the method of `_C` that it declares, a method of `owner`."""
-    name = function.__name__
-    function.__qualname__ = f"{owner.__name__}.{name}"
-    compiled = getattr(owner, f"_{name}", None) if function.__code__.co_argcount == 1 else None
-    if compiled is not None:
-        delattr(owner, f"_{name}")
-    setattr(owner, name, checked(function, op, compiled))
+    function.__qualname__ = f"{owner.__name__}.{function.__name__}"
+    setattr(owner, function.__name__, checked(function, op, compiled))
+
+
+def _take_declared(owner: type, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Removes the method of `_C` that a function without arguments declares from the class, and returns it."""
+    if len(inspect.signature(function).parameters) > 1 or function in _DEFINED_HERE:
+        return None
+    name = f"_{function.__name__}"
+    compiled: Callable[..., Any] = getattr(owner, name)
+    delattr(owner, name)
+    return compiled
 
 
 def _functions(module: ModuleType) -> list[FunctionType]:
@@ -62,7 +74,7 @@ for _operation in _OPERATIONS:
     documented(_operation)
 for _owner, _all in _METHODS.items():
     for _function in _all:
-        _set_method(_owner, _function)
+        _set_method(_owner, _function, compiled=_take_declared(_owner, _function))
 _set_constructor(_C.P2POp, values.constructor_of_p2p)
 _set_constructor(_C.ReduceOp, values.constructor_of_reduce_op)
 _set_constructor(_C._BackendWrapper, c10d.constructor_of_wrapper)

@@ -83,7 +83,8 @@ def to_dtensor(x: Sharded, device_mesh: DeviceMesh) -> DTensor:
     """Returns `x` as a DTensor on a DeviceMesh of the same shape and ranks. Differentiable.
 
     Replicated and invariant both become Replicate, whose gradient DTensor gives whole to every rank. A value that needs
-    a gradient and is partial by another operation than a sum is reduced: DTensor gives each term the whole gradient.
+    a gradient and is partial by another operation than a sum is reduced: DTensor gives each term the whole gradient. A
+    gradient of that gradient raises an UnsupportedError for Partial.
     """
     _check(x.mesh, device_mesh)
     if x.requires_grad and set(x.layout.partial.values()) - {"sum"}:

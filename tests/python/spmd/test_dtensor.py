@@ -65,6 +65,14 @@ def check_round_trips(rank, size, store, seed):
         torch.testing.assert_close(back.full_tensor(), x)
         (back * back).sum().backward()
         torch.testing.assert_close(again.grad.full(), 2 * x)
+        cubes = (to_dtensor(again, devices) ** 3).sum().full_tensor()
+        (first,) = torch.autograd.grad(cubes, again.local, create_graph=True)
+        if any(isinstance(p, Partial) for p in placements):
+            with pytest.raises(to.UnsupportedError, match="expected no Partial placement where a gradient of a grad"):
+                torch.autograd.grad(first.sum(), again.local)
+        else:
+            (second,) = torch.autograd.grad(first.square().sum(), again.local)
+            torch.testing.assert_close(second, 36 * again.local.detach() ** 3)
 
     x = torch.randn(5, 3, generator=generator, dtype=torch.float64)
     r = shard(x, mesh, Layout.replicated(mesh.mesh, 2)).requires_grad_()  # its gradient is partial

@@ -34,7 +34,7 @@ class SharedSequence:
     def __init__(self, comm: TorchComm, *, is_shared: bool) -> None:
         self.size, self.is_shared = comm.get_size(), is_shared
         self._open: _Open | None = None
-        self._is_padded = False  # compiled code reads this alone: it is not compiled again for each length
+        self._is_padded = False  # compiled code reads this before the length, so that it is the same for all lengths
 
     def __deepcopy__(self, _: object) -> SharedSequence:
         return self  # as the hooks of a copied model do

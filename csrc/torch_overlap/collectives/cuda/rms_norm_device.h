@@ -105,8 +105,8 @@ __device__ __forceinline__ RowTotals totals_of_warps(const RowTotals* of_warp, u
   return totals_of_warp(totals);
 }
 
-// All threads of the block call this. Before `of_warp` is used again, another such call must lie
-// between.
+// All threads of the block call this. Two calls with one `of_warp` need a call with another one
+// between them.
 __device__ __forceinline__ RowTotals totals_of_block(RowTotals* of_warp, RowTotals totals) {
   totals = totals_of_warp(totals);
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = totals;
@@ -121,8 +121,8 @@ __device__ __forceinline__ float scale_of(float squares, uint64_t elements, floa
 // --- Clusters ------------------------------------------------------------------------------------
 
 // Every warp of a row's blocks writes its totals to all of these blocks, and an mbarrier of each
-// counts the bytes. Rounds alternate between two slots: who writes a slot again has received, in
-// the round between, the totals of every warp, which had read the slot before.
+// counts the bytes. Rounds alternate between two slots: a warp that writes a slot again has
+// received, in the round between, the totals of every warp, which had read the slot before.
 struct RowSums {
   RowTotals of_warp[2][G::kMaxRowBlocks * kWarps];
   uint64_t has_arrived[2];
@@ -154,8 +154,9 @@ __device__ __forceinline__ void begin_rows(RowSums& sums, uint32_t blocks) {
 #if __CUDA_ARCH__ >= 900
   if (blocks == 1) return;
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : sums.has_arrived)
+    for (uint64_t& barrier : sums.has_arrived) {
       sm90::barrier_init(sm90::shared_address(&barrier), 1);
+    }
     sm90::fence_barrier_init();
   }
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");

@@ -31,35 +31,31 @@ __device__ __forceinline__ void barrier_arrive_expect_tx(uint32_t barrier, uint3
                : "memory");
 }
 
+#define TORCH_OVERLAP_BARRIER_WAIT(ordering, barrier, parity) \
+  asm volatile(                                               \
+      "{\n"                                                   \
+      ".reg .pred done;\n"                                    \
+      "again:\n"                                              \
+      "mbarrier.try_wait.parity" ordering                     \
+      ".shared::cta.b64 done, [%0], %1;\n"                    \
+      "@done bra over;\n"                                     \
+      "bra again;\n"                                          \
+      "over:\n"                                               \
+      "}" ::"r"(barrier),                                     \
+      "r"(parity)                                             \
+      : "memory")
+
 // Returns when the phase of this parity has completed.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra over;\n"
-      "bra again;\n"
-      "over:\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
+  TORCH_OVERLAP_BARRIER_WAIT("", barrier, parity);
 }
 
 // barrier_wait() for a phase that other blocks of the cluster complete.
 __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra over;\n"
-      "bra again;\n"
-      "over:\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
+  TORCH_OVERLAP_BARRIER_WAIT(".acquire.cluster", barrier, parity);
 }
+
+#undef TORCH_OVERLAP_BARRIER_WAIT
 
 // --- Copies of multiples of 16 bytes, between addresses of that alignment
 
