@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from llama_cases import start
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 
+from torch_overlap import TorchComm, ops
 from torch_overlap import nn as tnn
 from torch_overlap.nn.styles import comm_of
 from torch_overlap.testing import run_ranks
@@ -54,6 +58,27 @@ def is_right(where: Any, name: str, **options: Any) -> bool:
                for name, own in NAMES.items())  # fmt: skip
 
 
+def does_skip(where: Any, scaler: torch.amp.GradScaler, names: tuple[str, ...], rank: int) -> list[bool]:
+    """Returns for each rank if it skips a step in which the last rank's part of up.weight0 overflows."""
+    comm = where if isinstance(where, TorchComm) else comm_of(where)
+    model = tnn.ParallelMLP(FEATURES, HIDDEN, where, sequence_parallel=False)
+    optimizer = torch.optim.SGD([model.get_parameter(name) for name in names], lr=0.1)
+    scaler.scale(model(torch.ones(ROWS, FEATURES)).square().sum()).backward()
+    grad, before = model.get_parameter("up.weight0").grad, local_of(model.down.bias).clone()
+    if rank == comm.get_size() - 1:
+        local_of(grad)[0, 0] = float("inf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: of a found_inf with one element
+        scaler.step(optimizer)
+    scaler.update()
+    mine = torch.tensor([torch.equal(local_of(model.down.bias), before)])
+    return ops.all_gather(mine, comm, 0).tolist()
+
+
+def local_of(x: Any) -> Tensor:
+    return (x.to_local() if isinstance(x, DTensor) else x).detach()
+
+
 def tools(rank: int, size: int, store: Any) -> None:
     mesh = start(rank, size, store)
     comm = comm_of(mesh)
@@ -69,6 +94,13 @@ def tools(rank: int, size: int, store: Any) -> None:
         with pytest.raises((RuntimeError, NotImplementedError)):
             is_right(mesh, name, **options)
         assert name == "Adafactor" or is_right(comm, name, **options)
+
+    for where in (mesh, comm):
+        for first, second in (("up.weight0", "down.bias"), ("down.bias", "up.weight0")):  # split and replicated
+            scaler = ShardedGradScaler("cpu", process_group=mesh.get_group())
+            assert does_skip(where, scaler, (first, second), rank) == [True] * size
+            skips = does_skip(where, torch.amp.GradScaler("cpu"), (first, second), rank)
+            assert skips == [where is mesh and first == "up.weight0"] * (size - 1) + [True]
 
     x = torch.ones(ROWS, FEATURES)
     model = tnn.ParallelMLP(FEATURES, HIDDEN, mesh, sequence_parallel=False)
