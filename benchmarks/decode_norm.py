@@ -4,8 +4,9 @@
 
 Microseconds of one call, COUNT of them in a CUDA graph, variants in turns, of the slowest rank. ours: the all_reduce
 alone; with residual and norm in the same kernel; with the quantization too, by one given scale, by rows, by blocks of
-128 columns, and, for the latter, by an operator of its own. Peers: NCCL's and torch's one-shot all_reduce, whose input
-lies in symmetric memory, each followed by torch's addition and rms_norm. Without a GPU it only checks that it runs.
+128 columns, and, for the rows, by an operator of its own. Peers: NCCL's and torch's one-shot all_reduce, whose input
+lies in symmetric memory, each followed by torch's addition and rms_norm; FlashInfer's fused kernel, where its package
+(flashinfer-python) is installed. Without a GPU it only checks that it runs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ TOKENS, WIDTHS = (1, 8, 32, 64, 128), (4096, 8192)
 COUNT = 20
 MIB = 1 << 20
 EPS = 1e-5
+NCCL, TORCH, FLASHINFER = "nccl, then norm", "torch one-shot, then norm", "flashinfer"
 
 
 class Norm:
@@ -74,7 +76,7 @@ class Norm:
             "norm, scale per row": self.quantized(rows),
             "norm, scale per block": self.quantized(ScalingMode.BLOCK_1D_SCALING),
             "norm, then scale per row": lambda: to.ops.quantize(self.norm(), rows),
-            "nccl, then norm": self.after_nccl,
+            NCCL: self.after_nccl,
         }
         return calls | {f"norm by {mode}": partial(self.norm, comm) for mode, comm in self.forced.items()}
 
@@ -84,15 +86,65 @@ class Norm:
         return lambda: self.then_norm(symmetric.one_shot_all_reduce(x))
 
 
+class FlashInfer:
+    """FlashInfer's all_reduce with a residual and an RMSNorm, after TensorRT-LLM's, as vLLM calls it. It decides
+    itself between one and two shots."""
+
+    def __init__(self, norm: Norm) -> None:
+        from flashinfer import comm
+
+        self.norm, self.api = norm, comm
+        tokens, width = norm.x.shape
+        self.workspace = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+            norm.ranks.rank, norm.ranks.size, tokens, width, group=dist.group.WORLD
+        )
+        self.residual_out, self.rows = torch.empty_like(norm.x), torch.empty_like(norm.x)
+        self.quantized = torch.empty_like(norm.x, dtype=torch.float8_e4m3fn)
+        self.scales = torch.empty(tokens, 1, device=norm.x.device)
+
+    def call(self, pattern: str) -> None:
+        norm, patterns = self.norm, self.api.AllReduceFusionPattern
+        is_quantized = pattern != "kARResidualRMSNorm"
+        self.api.trtllm_allreduce_fusion(
+            allreduce_in=norm.x, world_size=norm.ranks.size, world_rank=norm.ranks.rank, token_num=norm.x.shape[0],
+            hidden_dim=norm.x.shape[1], workspace_ptrs=self.workspace[1], launch_with_pdl=True,
+            trigger_completion_at_end=True, fp32_acc=True, pattern_code=getattr(patterns, pattern), use_oneshot=None,
+            allreduce_out=None, residual_in=norm.residual, residual_out=self.residual_out,
+            norm_out=None if is_quantized else self.rows, quant_out=self.quantized if is_quantized else None,
+            scale_out=self.scales if "Dynamic" in pattern else None, rms_gamma=norm.gain, rms_eps=EPS,
+            scale_factor=norm.scale, layout_code=None,
+        )  # fmt: skip
+
+    def calls(self) -> dict[str, Callable[[], object]]:
+        """Raises: ValueError: the sum with the residual is not ours."""
+        found = {
+            FLASHINFER: partial(self.call, "kARResidualRMSNorm"),
+            f"{FLASHINFER}, given scale": partial(self.call, "kARResidualRMSNormFP8Quant"),
+            f"{FLASHINFER}, scale per row": partial(self.call, "kARResidualRMSNormDynamicFP8Quant"),
+        }
+        for call in found.values():
+            call()
+        self.call("kARResidualRMSNorm")
+        expected = self.norm.norm()
+        if not torch.allclose(self.rows.float(), expected.float(), rtol=2e-2, atol=2e-2):
+            raise ValueError("the norm differs from ours")
+        return found
+
+
+def add_peers(norm: Norm, calls: dict[str, Callable[[], object]], missing: dict[str, str]) -> None:
+    """Adds the peers that are there, and why the others are not."""
+    if reason := norm.ranks.try_on_all_ranks(lambda: calls.update({TORCH: norm.torch_one_shot()})):
+        missing[TORCH] = reason
+    if reason := norm.ranks.try_on_all_ranks(lambda: calls.update(FlashInfer(norm).calls())):
+        missing[FLASHINFER] = reason
+
+
 def measure(ranks: Ranks, tokens: int, width: int, rounds: int, forced: dict[str, to.TorchComm]) -> dict[str, Any]:
     norm = Norm(ranks, tokens, width, forced)
-    calls, missing = norm.calls(), {}
+    calls: dict[str, Callable[[], object]] = norm.calls()
+    missing: dict[str, str] = {}
     if ranks.device.type == "cuda":
-        found: dict[str, Callable[[], object]] = {}
-        name = "torch one-shot, then norm"
-        if reason := ranks.try_on_all_ranks(lambda: found.update({name: norm.torch_one_shot()})):
-            missing[name] = reason
-        calls |= found
+        add_peers(norm, calls, missing)
     samplers = {}
     for name, call in calls.items():
         call()
@@ -101,7 +153,7 @@ def measure(ranks: Ranks, tokens: int, width: int, rounds: int, forced: dict[str
         samplers[name] = ranks.captured.sampler(work, COUNT if ranks.device.type == "cuda" else 1)
     samples = slowest_rank(interleave(samplers, rounds), ranks.comm)
     us = {name: round(spread_of(values).median, 3) for name, values in samples.items()}
-    peers = {name: us.pop(name) for name in list(us) if "then norm" in name}
+    peers = {name: us.pop(name) for name in list(us) if name.startswith((NCCL, TORCH, FLASHINFER))}
     return {"op": "all_reduce_rms_norm", "shape": [tokens, width], "dtype": str(norm.x.dtype).removeprefix("torch."),
             "tp": ranks.size, "us": us, "iqr_us": round(spread_of(samples["norm"]).iqr, 3), "peers": peers,
             **({"missing": missing} if missing else {})}  # fmt: skip
