@@ -117,7 +117,7 @@ class FlashInfer:
 
     def calls(self) -> dict[str, Callable[[], object]]:
         """Raises: ValueError: the sum with the residual is not ours."""
-        found = {
+        found: dict[str, Callable[[], object]] = {
             FLASHINFER: partial(self.call, "kARResidualRMSNorm"),
             f"{FLASHINFER}, given scale": partial(self.call, "kARResidualRMSNormFP8Quant"),
             f"{FLASHINFER}, scale per row": partial(self.call, "kARResidualRMSNormDynamicFP8Quant"),
