@@ -15,30 +15,35 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
   constexpr int kWords = kLLWords<T>;
   constexpr int kData = kWords * 4;
   __shared__ RowSums sums;
-  [[maybe_unused]] __shared__ RowMaxima maxima;
+  __shared__ RowMaxima maxima;
   begin_rows(sums, n.row_blocks);
-  if constexpr (kQuantizes) begin_maxima(maxima, n);
   const LLState state = begin_ll<Case>(p);
   const auto packet = static_cast<uint32_t>(threadIdx.x);
   const uint64_t column = (uint64_t{blockIdx.x % n.row_blocks} * p.chunk + packet) * kData;
   const bool has_packet = packet < p.chunk && column < n.row_bytes;
   const uint64_t valid = has_packet ? n.row_bytes - column : 0;
-  bool is_good = try_enter(p, state.entry);
-  // Elements of the row: the block's first, and this thread's.
-  [[maybe_unused]] const auto first_of_block = (column - packet * kData) / sizeof(T);
-  [[maybe_unused]] const auto range = [&](int) {
-    const uint64_t first = column / sizeof(T);
-    const uint64_t end = min(first + kData / sizeof(T), n.row_bytes / sizeof(T));
-    return RowRange{first, has_packet ? end : first};
+  const auto range = [&](int) {  // this thread's elements of the row
+    return has_packet ? range_at<T>(n, column, kData) : RowRange{};
   };
+  const auto place = [&](uint32_t chunk) {
+    return uint64_t{chunk / n.row_blocks} * n.row_bytes + column;
+  };
+  const auto load_own = [&](uint32_t chunk) {
+    return load_words<Case, kWords>(p.send[p.rank] + place(chunk), valid);
+  };
+  Words<kWords> own{};
+  if (has_packet) own = load_own(blockIdx.x);
+  const uint64_t first_of_block = column - packet * kData;
+  Quantizer<T, kQuantizes> quantizer(maxima, n, static_cast<uint32_t>(first_of_block / sizeof(T)));
+  bool is_good = try_enter(p, state.entry);
 
   uint32_t round = 0;
   for (uint32_t chunk = blockIdx.x; chunk < p.max_chunks; chunk += gridDim.x, ++round) {
-    const uint64_t at = uint64_t{chunk / n.row_blocks} * n.row_bytes + column;
+    const uint64_t at = place(chunk);
     RowPart<T, kWords> part[1];
     Words<kWords> weight{};
     if (is_good && has_packet) {
-      const auto own = load_words<Case, kWords>(p.send[p.rank] + at, valid);
+      if (round > 0) own = load_own(chunk);
 #pragma unroll
       for (int peer = 0; peer < Case::kMaxRanks; ++peer) {
         if (peer >= size_of<Case>(p) || peer == p.rank) continue;
@@ -60,33 +65,27 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
     }
     RowTotals totals{part[0].squares()};
     part[0].multiply(weight);
-    if constexpr (kQuantizes) {
-      totals.largest = part[0].largest();
-      collect_maxima(maxima, n, first_of_block, round, part, range);
-    }
-    is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals);
+    if constexpr (kQuantizes) totals.largest = part[0].largest();
+    is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals,
+                         [&] { quantizer.collect(round, part, range); });
     if (!is_good) break;
     const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
     part[0].scale(factor);
     if (has_packet && n.keeps_rows) store_words<Case>(p.recv[0] + at, part[0].rounded(), valid);
-    if constexpr (kQuantizes) {
-      quantize_row(maxima, n, chunk / n.row_blocks, first_of_block, round, totals.largest, factor,
-                   part, range);
-    }
+    quantizer.store(chunk / n.row_blocks, round, totals.largest, factor, part, range);
   }
   end_ll<Case>(p, state);
 }
 
-// A warp holds a unit of a row. It sends a round when it has received the one before, which is less
-// far ahead than exchange_units() allows.
+// A warp holds a unit of a row. It sends one round ahead of the round that it receives, like
+// exchange_units().
 template <typename T, typename Case, bool kQuantizes>
 __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
     ll128_norm_kernel(const __grid_constant__ CollectiveParams p,
                       const __grid_constant__ NormParams n) {
   __shared__ RowSums sums;
-  [[maybe_unused]] __shared__ RowMaxima maxima;
+  __shared__ RowMaxima maxima;
   begin_rows(sums, n.row_blocks);
-  if constexpr (kQuantizes) begin_maxima(maxima, n);
   const LLState state = begin_ll<Case>(p);
   const ll128::Lane lane = ll128::this_lane();
   const uint64_t first_of_block = uint64_t{blockIdx.x % n.row_blocks} * p.chunk * G::kLL128UnitData;
@@ -95,28 +94,41 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
   const ll128::UnitPart of_row{first,
                                static_cast<uint32_t>(min(left, uint64_t{G::kLL128UnitData}))};
   const bool is_due = ll128::is_ll_due(of_row, lane);
+  const auto range = [&](int) {  // this thread's elements of the row
+    return range_at<T>(n, first + lane.at, lane.is_short ? kVector / 2 : kVector);
+  };
+  const auto unit_of = [&](uint32_t chunk) {
+    return ll128::UnitPart{uint64_t{chunk / n.row_blocks} * n.row_bytes + first, of_row.bytes};
+  };
+  const auto load_own = [&](uint32_t chunk) {
+    return ll128::load_piece<Case>(p.send[p.rank], unit_of(chunk), lane);
+  };
+  // The piece that is sent next; of a single round, also the one to add.
+  Words<4> loaded = load_own(blockIdx.x);
+  const bool has_rounds = p.max_chunks > gridDim.x;
+  Quantizer<T, kQuantizes> quantizer(maxima, n, static_cast<uint32_t>(first_of_block / sizeof(T)));
   bool is_good = try_enter(p, state.entry);
-  [[maybe_unused]] const auto range = [&](int) {  // this thread's elements of the row
-    const uint64_t begin = (first + lane.at) / sizeof(T);
-    const uint64_t length = RowPart<T, 4>::kElements / (lane.is_short ? 2 : 1);
-    return RowRange{begin, min(begin + length, n.row_bytes / sizeof(T))};
+  const auto send = [&](uint32_t chunk, uint32_t round) {
+    if (!is_good || chunk >= p.max_chunks) return;
+#pragma unroll
+    for (int peer = 0; peer < Case::kMaxRanks; ++peer) {
+      if (peer >= size_of<Case>(p) || peer == p.rank) continue;
+      const uint32_t epoch = state.epoch[peer] + 1 + round;
+      ll128::store_ll128(ll128::ll128_slot_of<Case>(p, peer, p.rank, epoch), loaded, lane, epoch,
+                         is_due);
+    }
+    if (chunk + gridDim.x < p.max_chunks) loaded = load_own(chunk + gridDim.x);
   };
 
+  send(blockIdx.x, 0);
   uint32_t round = 0;
   for (uint32_t chunk = blockIdx.x; chunk < p.max_chunks; chunk += gridDim.x, ++round) {
-    const uint64_t row = chunk / n.row_blocks;
-    const ll128::UnitPart unit{row * n.row_bytes + first, of_row.bytes};
+    const ll128::UnitPart unit = unit_of(chunk);
     RowPart<T, 4> part[1];
     Words<4> weight{};
     if (is_good) {
-      const auto own = ll128::load_piece<Case>(p.send[p.rank], unit, lane);
-#pragma unroll
-      for (int peer = 0; peer < Case::kMaxRanks; ++peer) {
-        if (peer >= size_of<Case>(p) || peer == p.rank) continue;
-        const uint32_t epoch = state.epoch[peer] + 1 + round;
-        ll128::store_ll128(ll128::ll128_slot_of<Case>(p, peer, p.rank, epoch), own, lane, epoch,
-                           is_due);
-      }
+      send(chunk + gridDim.x, round + 1);
+      const auto own = has_rounds ? load_own(chunk) : loaded;
       const auto residual = ll128::load_piece<Case>(n.residual, unit, lane);
       Words<4> bias{};
       if (n.bias != nullptr) bias = ll128::load_piece<Case>(n.bias, of_row, lane);
@@ -133,19 +145,14 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
     }
     RowTotals totals{part[0].squares()};
     part[0].multiply(weight);
-    if constexpr (kQuantizes) {
-      totals.largest = part[0].largest();
-      collect_maxima(maxima, n, first_of_block / sizeof(T), round, part, range);
-    }
-    is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals);
+    if constexpr (kQuantizes) totals.largest = part[0].largest();
+    is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals,
+                         [&] { quantizer.collect(round, part, range); });
     if (!is_good) break;
     const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
     part[0].scale(factor);
     if (n.keeps_rows) ll128::store_piece<Case>(p.recv[0], unit, lane, part[0].rounded());
-    if constexpr (kQuantizes) {
-      quantize_row(maxima, n, row, first_of_block / sizeof(T), round, totals.largest, factor, part,
-                   range);
-    }
+    quantizer.store(chunk / n.row_blocks, round, totals.largest, factor, part, range);
   }
   end_ll<Case>(p, state);
 }
@@ -197,7 +204,7 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
       store_words<Case>(n.residual_out + (first + i) * kVector, part[j].rounded(), kVector);
       part[j].multiply(weight[j]);
     }
-    is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals);
+    is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals, [] {});
     if (!is_good) return false;
     const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
 #pragma unroll

@@ -51,7 +51,17 @@ class RowPart {
   __device__ __forceinline__ uint32_t largest() const {
     uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) largest = max(largest, __float_as_uint(fabsf(at_[i])));
+    for (int i = 0; i < kElements; ++i) largest = max(largest, magnitude(i));
+    return largest;
+  }
+  // The largest of the elements [0, count) in .x and of the others in .y. `count` is even.
+  __device__ __forceinline__ uint2 largest_of_two(int count) const {
+    uint2 largest{};
+#pragma unroll
+    for (int i = 0; i < kElements; i += 2) {
+      uint32_t& of = i < count ? largest.x : largest.y;
+      of = max(of, max(magnitude(i), magnitude(i + 1)));
+    }
     return largest;
   }
   // An RMSNorm multiplies by the weight first: products of 16-bit values are exact, and scale()
@@ -68,6 +78,9 @@ class RowPart {
   __device__ __forceinline__ float value(int i) const { return at_[i]; }
 
  private:
+  __device__ __forceinline__ uint32_t magnitude(int i) const {
+    return __float_as_uint(fabsf(at_[i]));
+  }
   __device__ __forceinline__ static float element(const Words<kWords>& words, int i) {
     T value;
     std::memcpy(&value, reinterpret_cast<const char*>(words.at) + i * sizeof(T), sizeof(T));
@@ -106,10 +119,13 @@ __device__ __forceinline__ RowTotals totals_of_warps(const RowTotals* of_warp, u
 }
 
 // All threads of the block call this. Two calls with one `of_warp` need a call with another one
-// between them.
-__device__ __forceinline__ RowTotals totals_of_block(RowTotals* of_warp, RowTotals totals) {
+// between them. Each thread calls meanwhile() before the block synchronizes.
+template <typename Meanwhile>
+__device__ __forceinline__ RowTotals totals_of_block(RowTotals* of_warp, RowTotals totals,
+                                                     const Meanwhile& meanwhile) {
   totals = totals_of_warp(totals);
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = totals;
+  meanwhile();
   __syncthreads();
   return totals_of_warps(of_warp, blockDim.x / kWarp);
 }
@@ -164,8 +180,10 @@ __device__ __forceinline__ void begin_rows(RowSums& sums, uint32_t blocks) {
 }
 
 // sum_of_row() if the row has several blocks.
+template <typename Meanwhile>
 __device__ __forceinline__ RowTotals totals_of_cluster(RowSums& sums, uint32_t blocks,
-                                                       uint32_t round, RowTotals totals) {
+                                                       uint32_t round, RowTotals totals,
+                                                       const Meanwhile& meanwhile) {
 #if __CUDA_ARCH__ >= 900
   const uint32_t warps = blockDim.x / kWarp;
   const uint32_t warp = blockIdx.x % blocks * warps + threadIdx.x / kWarp;
@@ -180,6 +198,7 @@ __device__ __forceinline__ RowTotals totals_of_cluster(RowSums& sums, uint32_t b
                                    blocks * warps * sizeof(RowTotals));
   }
   if (lane < blocks) send_in_cluster(&of_warp[warp], has_arrived, lane, totals);
+  meanwhile();
   sm90::barrier_wait_cluster(sm90::shared_address(has_arrived), round / 2 % 2);
   totals = totals_of_warps(of_warp, blocks * warps);
   __syncwarp();
@@ -189,12 +208,14 @@ __device__ __forceinline__ RowTotals totals_of_cluster(RowSums& sums, uint32_t b
 
 // Returns true if all blocks of a row are good, and changes the totals of a thread to those of the
 // row, with the same bits on all threads and all ranks. All threads of all of these blocks call
-// this in every round until one block is not good.
+// this in every round until one block is not good. Each calls meanwhile() while the totals travel.
+template <typename Meanwhile>
 __device__ __forceinline__ bool sum_of_row(RowSums& sums, uint32_t blocks, uint32_t round,
-                                           bool is_good, RowTotals& totals) {
+                                           bool is_good, RowTotals& totals,
+                                           const Meanwhile& meanwhile) {
   if (!is_good) totals.largest |= kIsBad;
-  totals = blocks == 1 ? totals_of_block(sums.of_warp[round % 2], totals)
-                       : totals_of_cluster(sums, blocks, round, totals);
+  totals = blocks == 1 ? totals_of_block(sums.of_warp[round % 2], totals, meanwhile)
+                       : totals_of_cluster(sums, blocks, round, totals, meanwhile);
   return (totals.largest & kIsBad) == 0;
 }
 
@@ -213,152 +234,183 @@ struct RowMaxima {
   uint32_t of_scale[3][kMaxNormScales];
 };
 
-__device__ __forceinline__ void clear(uint32_t (&of_scale)[kMaxNormScales]) {
-  for (uint32_t i = threadIdx.x; i < kMaxNormScales; i += blockDim.x) of_scale[i] = 0;
-}
-
-// All threads call this once, before the first round.
-__device__ __forceinline__ void begin_maxima(RowMaxima& maxima, const NormParams& n) {
-  if (n.scaling != NormScaling::block) return;
-  clear(maxima.of_scale[0]);
-  __syncthreads();
-}
-
 // Stores the first `valid` bytes.
-template <int kBytes>
-__device__ __forceinline__ void store_bytes(uint8_t* to, const uint8_t* bytes, uint64_t valid) {
+template <int kPairs>
+__device__ __forceinline__ void store_pairs(uint8_t* to, const uint16_t (&pairs)[kPairs],
+                                            int valid) {
   const auto bits = reinterpret_cast<uintptr_t>(to);
-  if constexpr (kBytes == 8) {
+  if constexpr (kPairs == 4) {
+    uint2 all;
+    std::memcpy(&all, pairs, sizeof(all));
     if (valid >= 8 && bits % 8 == 0) {
-      uint2 all;
-      std::memcpy(&all, bytes, sizeof(all));
       *reinterpret_cast<uint2*>(to) = all;
+      return;
+    }
+    if (valid % 4 == 0 && bits % 4 == 0) {
+      if (valid > 0) reinterpret_cast<uint32_t*>(to)[0] = all.x;
+      if (valid > 4) reinterpret_cast<uint32_t*>(to)[1] = all.y;
       return;
     }
   }
   if (valid % 2 == 0 && bits % 2 == 0) {
 #pragma unroll
-    for (int i = 0; i < kBytes; i += 2) {
-      if (i >= valid) continue;
-      reinterpret_cast<uint16_t*>(to)[i / 2] = static_cast<uint16_t>(bytes[i] | bytes[i + 1] << 8);
+    for (int i = 0; i < kPairs; ++i) {
+      if (2 * i < valid) reinterpret_cast<uint16_t*>(to)[i] = pairs[i];
     }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kBytes; ++i) {
-    if (i < valid) to[i] = bytes[i];
+  for (int i = 0; i < 2 * kPairs; ++i) {
+    if (i < valid) to[i] = static_cast<uint8_t>(pairs[i / 2] >> (i % 2 * 8));
   }
 }
 
-// Elements of a row: of a thread's part, or of a whole block.
+// A thread's elements of a row.
 struct RowRange {
-  uint64_t begin;
-  uint64_t end;  // not greater than begin: none
+  uint32_t begin = 0;
+  int count = 0;  // not greater than 0: none
+
+  // Elements have at most two scales: this number of the first, and the others.
+  __device__ __forceinline__ int left_of_scale() const {
+    return kNormScaleBlock - static_cast<int>(begin % kNormScaleBlock);
+  }
+  __device__ __forceinline__ uint32_t scale() const { return begin / kNormScaleBlock; }
 };
 
-// A part has elements of at most two blocks of scales: those before this element, and the others.
-__device__ __forceinline__ uint64_t next_scale(uint64_t begin) {
-  return (begin / kNormScaleBlock + 1) * kNormScaleBlock;
-}
-
-// Collects the largest magnitudes of a block's scales, after multiply(). parts[j] of this thread
-// are the elements range_of(j); the elements of a block begin at `first_of_block`, and their number
-// is a multiple of kNormScaleBlock unless the row ends. All threads call this before the row's
-// totals are exchanged.
-template <typename T, int kWords, int kParts, typename RangeOf>
-__device__ __forceinline__ void collect_maxima(RowMaxima& maxima, const NormParams& n,
-                                               uint64_t first_of_block, uint32_t round,
-                                               const RowPart<T, kWords> (&parts)[kParts],
-                                               const RangeOf& range_of) {
-  if (n.scaling != NormScaling::block) return;
-  const uint64_t first_scale = first_of_block / kNormScaleBlock;
-#pragma unroll
-  for (int j = 0; j < kParts; ++j) {
-    const RowRange range = range_of(j);
-    if (range.begin >= range.end) continue;
-    const uint64_t next = next_scale(range.begin);
-    uint32_t before = 0;
-    uint32_t after = 0;
-#pragma unroll
-    for (int i = 0; i < RowPart<T, kWords>::kElements; ++i) {
-      const uint32_t magnitude = __float_as_uint(fabsf(parts[j].value(i)));
-      uint32_t& of = range.begin + i < next ? before : after;
-      if (range.begin + i < range.end) of = max(of, magnitude);
-    }
-    uint32_t* const of = maxima.of_scale[round % 3] + (range.begin / kNormScaleBlock - first_scale);
-    atomicMax(of, before);
-    if (after != 0) atomicMax(of + 1, after);
-  }
-  clear(maxima.of_scale[(round + 1) % 3]);
-}
-
-// Returns the magnitude of an element that scale(factor) makes of one with this magnitude.
+// Returns the range of a part that begins at this byte of a row, and has at most `bytes`.
 template <typename T>
-__device__ __forceinline__ uint32_t scaled_magnitude(uint32_t magnitude, float factor) {
-  return __float_as_uint(fabsf(widen(narrow<T>(__uint_as_float(magnitude) * factor))));
+__device__ __forceinline__ RowRange range_at(const NormParams& n, uint64_t begin, uint32_t bytes) {
+  constexpr auto kSize = static_cast<uint32_t>(sizeof(T));
+  const uint32_t first = static_cast<uint32_t>(begin) / kSize;
+  const auto left = static_cast<int>(static_cast<uint32_t>(n.row_bytes) / kSize - first);
+  return {first, min(static_cast<int>(bytes / kSize), left)};
 }
 
-// Quantizes a normalized row, to which scale(factor) was applied. The other arguments are those of
-// collect_maxima(); `largest` is RowTotals::largest of the row.
-template <typename T, int kWords, int kParts, typename RangeOf>
-__device__ __forceinline__ void quantize_row(const RowMaxima& maxima, const NormParams& n,
-                                             uint64_t row, uint64_t first_of_block, uint32_t round,
-                                             uint32_t largest, float factor,
-                                             const RowPart<T, kWords> (&parts)[kParts],
-                                             const RangeOf& range_of) {
-  constexpr int kElements = RowPart<T, kWords>::kElements;
-  const uint64_t elements = n.row_bytes / sizeof(T);
-  const auto store = [&](int j, float before, float after) {
-    const RowRange range = range_of(j);
-    const uint64_t next = next_scale(range.begin);
-    uint8_t bytes[kElements + kElements % 2];
-    const auto scaled = [&](int i) {
-      if (i >= kElements) return 0.0F;
-      return __fmul_rn(parts[j].value(i), range.begin + i < next ? before : after);
-    };
-#pragma unroll
-    for (int i = 0; i < kElements; i += 2) {
-      const uint32_t both = to_fp8x2<false>(scaled(i), scaled(i + 1));
-      bytes[i] = static_cast<uint8_t>(both);
-      bytes[i + 1] = static_cast<uint8_t>(both >> 8);
-    }
-    uint8_t* const to = n.quantized + row * elements + range.begin;
-    store_bytes<kElements>(to, bytes, range.end - range.begin);
-  };
-  const auto scale_from = [&](uint32_t magnitude) {
-    return scale_from_amax<false>(scaled_magnitude<T>(magnitude, factor), false);
-  };
-  const auto has_part = [&](int j) { return range_of(j).begin < range_of(j).end; };
+// Quantizes rows of 16-bit elements. All threads of a block call all functions, with their own
+// parts and ranges. A range begins at an even element. The ranges of a warp, of each part, are next
+// to each other, begin with the first lane's, and have at most kScalesPerWarp scales.
+template <typename T, bool kQuantizes>
+class Quantizer {
+ public:
+  // A block's elements of a row begin at `first`, where a scale does, and end where one does unless
+  // the row ends. The block must synchronize before collect(), and begin_kernel() before this.
+  __device__ __forceinline__ Quantizer(RowMaxima& maxima, const NormParams& n, uint32_t first)
+      : maxima_(maxima), n_(n), first_scale_(first / kNormScaleBlock) {
+    if (n.scaling == NormScaling::tensor) given_ = *n.scale;
+    if (n.scaling == NormScaling::block) clear(0);
+  }
 
-  if (n.scaling == NormScaling::block) {
-    const uint64_t first_scale = first_of_block / kNormScaleBlock;
+  // Collects the largest magnitudes of the scales of a block, after RowPart::multiply(). Called
+  // while the row's totals are exchanged.
+  template <int kWords, int kParts, typename RangeOf>
+  __device__ __forceinline__ void collect(uint32_t round, const RowPart<T, kWords> (&parts)[kParts],
+                                          const RangeOf& range_of) {
+    if (n_.scaling != NormScaling::block) return;
+#pragma unroll
+    for (int j = 0; j < kParts; ++j) {
+      const RowRange range = range_of(j);
+      if (range.count <= 0) continue;
+      const uint2 largest = parts[j].largest_of_two(range.left_of_scale());
+      uint32_t* const of = maxima_.of_scale[round % 3] + (range.scale() - first_scale_);
+      atomicMax(of, largest.x);
+      if (largest.y != 0) atomicMax(of + 1, largest.y);
+    }
+    clear(round + 1);
+  }
+
+  // Stores a normalized row, to which RowPart::scale(factor) was applied. `largest` is
+  // RowTotals::largest of the row.
+  template <int kWords, int kParts, typename RangeOf>
+  __device__ __forceinline__ void store(uint64_t row, uint32_t round, uint32_t largest,
+                                        float factor, const RowPart<T, kWords> (&parts)[kParts],
+                                        const RangeOf& range_of) const {
+    if (n_.scaling == NormScaling::block) {
+      return store_with_scales(row, round, factor, parts, range_of);
+    }
+    const float scale = n_.scaling == NormScaling::row ? scale_from(largest, factor) : given_;
+#pragma unroll
+    for (int j = 0; j < kParts; ++j) store_part(row, parts[j], range_of(j), scale, scale);
+    const bool writes_scale = n_.scaling == NormScaling::row || row == 0;
+    const RowRange first = range_of(0);
+    if (first.count > 0 && first.begin == 0 && writes_scale) {
+      n_.scale_inv[row] = __frcp_rn(scale);
+    }
+  }
+
+ private:
+  static constexpr uint32_t kScalesPerWarp = 3;
+
+  // Slot of a round.
+  __device__ __forceinline__ void clear(uint32_t round) {
+    uint32_t (&of_scale)[kMaxNormScales] = maxima_.of_scale[round % 3];
+    for (uint32_t i = threadIdx.x; i < kMaxNormScales; i += blockDim.x) of_scale[i] = 0;
+  }
+
+  // Returns the scale of elements whose largest magnitude scale(factor) makes of `largest`.
+  __device__ __forceinline__ static float scale_from(uint32_t largest, float factor) {
+    const float scaled = widen(narrow<T>(__uint_as_float(largest) * factor));
+    return scale_from_amax<false>(__float_as_uint(fabsf(scaled)), false);
+  }
+
+  // The first lanes of a warp compute its scales. A scale is stored by the warp that has its first
+  // element.
+  template <int kWords, int kParts, typename RangeOf>
+  __device__ __forceinline__ void store_with_scales(uint64_t row, uint32_t round, float factor,
+                                                    const RowPart<T, kWords> (&parts)[kParts],
+                                                    const RangeOf& range_of) const {
+    const uint32_t lane = threadIdx.x % kWarp;
     __syncthreads();  // all have collected
 #pragma unroll
     for (int j = 0; j < kParts; ++j) {
-      if (!has_part(j)) continue;
       const RowRange range = range_of(j);
-      const uint64_t scale = range.begin / kNormScaleBlock;
-      const uint32_t* const of = maxima.of_scale[round % 3] + (scale - first_scale);
-      const bool has_next = range.end > next_scale(range.begin);
-      const float before = scale_from(of[0]);
-      const float after = has_next ? scale_from(of[1]) : 0.0F;
-      store(j, before, after);
-      if (range.begin % kNormScaleBlock == 0) {
-        n.scale_inv[scale * n.rows + row] = __frcp_rn(before);
+      const uint32_t begin = __shfl_sync(~0U, range.begin, 0);
+      const uint32_t end = __reduce_max_sync(~0U, range.count > 0 ? range.begin + range.count : 0);
+      const uint32_t first = begin / kNormScaleBlock;
+      const uint32_t own = (first + lane) * kNormScaleBlock;  // first element of this lane's scale
+      float scale = 1;
+      if (lane < kScalesPerWarp && own < end) {
+        scale = scale_from(maxima_.of_scale[round % 3][first + lane - first_scale_], factor);
+        if (own >= begin) n_.scale_inv[(first + lane) * n_.rows + row] = __frcp_rn(scale);
       }
-      if (has_next) n.scale_inv[(scale + 1) * n.rows + row] = __frcp_rn(after);
+      const auto at = static_cast<int>(range.scale() - first);
+      const float before = __shfl_sync(~0U, scale, at);
+      const float after = __shfl_sync(~0U, scale, at + 1);
+      store_part(row, parts[j], range, before, after);
     }
-    return;
   }
-  const float scale = n.scaling == NormScaling::row ? scale_from(largest) : *n.scale;
+
+  template <int kWords>
+  __device__ __forceinline__ void store_part(uint64_t row, const RowPart<T, kWords>& part,
+                                             const RowRange& range, float before,
+                                             float after) const {
+    constexpr int kPairs = RowPart<T, kWords>::kElements / 2;
+    if (range.count <= 0) return;
+    const int left = range.left_of_scale();
+    uint16_t pairs[kPairs];
 #pragma unroll
-  for (int j = 0; j < kParts; ++j) {
-    if (!has_part(j)) continue;
-    store(j, scale, scale);
-    const bool writes_scale = n.scaling == NormScaling::row || row == 0;
-    if (range_of(j).begin == 0 && writes_scale) n.scale_inv[row] = __frcp_rn(scale);
+    for (int i = 0; i < kPairs; ++i) {
+      const float scale = 2 * i < left ? before : after;
+      pairs[i] = static_cast<uint16_t>(to_fp8x2<false>(__fmul_rn(part.value(2 * i), scale),
+                                                       __fmul_rn(part.value(2 * i + 1), scale)));
+    }
+    store_pairs(n_.quantized + row * (n_.row_bytes / sizeof(T)) + range.begin, pairs, range.count);
   }
-}
+
+  RowMaxima& maxima_;
+  const NormParams& n_;
+  const uint32_t first_scale_;
+  float given_ = 1;
+};
+
+template <typename T>
+class Quantizer<T, false> {
+ public:
+  __device__ __forceinline__ Quantizer(RowMaxima&, const NormParams&, uint32_t) {}
+  template <typename... Args>
+  __device__ __forceinline__ void collect(const Args&...) {}
+  template <typename... Args>
+  __device__ __forceinline__ void store(const Args&...) const {}
+};
 
 // --- Launching -----------------------------------------------------------------------------------
 

@@ -13,15 +13,13 @@ template <typename T, typename Case, int kVectorsPerThread, bool kQuantizes>
 __global__ void __launch_bounds__(G::kThreads)
     norm_kernel(char* rows, const __grid_constant__ NormParams n) {
   __shared__ RowTotals of_warp[kWarps];
-  [[maybe_unused]] __shared__ RowMaxima maxima;
-  if constexpr (kQuantizes) begin_maxima(maxima, n);
+  __shared__ RowMaxima maxima;
+  Quantizer<T, kQuantizes> quantizer(maxima, n, 0);
+  if constexpr (kQuantizes) __syncthreads();
   char* const row = rows + blockIdx.x * n.row_bytes;
   const char* const residual = n.residual + blockIdx.x * n.row_bytes;
   const auto column = [](int j) { return (threadIdx.x + uint64_t{G::kThreads} * j) * kVector; };
-  [[maybe_unused]] const auto range = [&](int j) {
-    const uint64_t begin = column(j) / sizeof(T);
-    return RowRange{begin, min(begin + RowPart<T, 4>::kElements, n.row_bytes / sizeof(T))};
-  };
+  const auto range = [&](int j) { return range_at<T>(n, column(j), kVector); };
   RowPart<T, 4> part[kVectorsPerThread];
   Words<4> weight[kVectorsPerThread];
 #pragma unroll
@@ -45,8 +43,7 @@ __global__ void __launch_bounds__(G::kThreads)
     part[j].multiply(weight[j]);
     if constexpr (kQuantizes) totals.largest = max(totals.largest, part[j].largest());
   }
-  if constexpr (kQuantizes) collect_maxima(maxima, n, 0, 0, part, range);
-  totals = totals_of_block(of_warp, totals);
+  totals = totals_of_block(of_warp, totals, [&] { quantizer.collect(0, part, range); });
   const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
 #pragma unroll
   for (int j = 0; j < kVectorsPerThread; ++j) {
@@ -55,9 +52,7 @@ __global__ void __launch_bounds__(G::kThreads)
     part[j].scale(factor);
     if (n.keeps_rows) store_words<Case>(row + at, part[j].rounded(), n.row_bytes - at);
   }
-  if constexpr (kQuantizes) {
-    quantize_row(maxima, n, blockIdx.x, 0, 0, totals.largest, factor, part, range);
-  }
+  quantizer.store(blockIdx.x, 0, totals.largest, factor, part, range);
 }
 
 // Calls `act` with true as a type if the rows are quantized, which must be of a 16-bit type T.
