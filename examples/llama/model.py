@@ -52,11 +52,11 @@ class VocabularyEmbedding(nn.Module):
         set_layout(self, to.nn.ParameterLayout(comm, {"weight": 0}))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = tokens - self.first
-        is_here = (rows >= 0) & (rows < self.weight.size(0))
-        found = F.embedding(rows.where(is_here, 0), self.weight, sparse=True)
-        found = found * is_here.to(found.dtype).unsqueeze(-1)
-        return to.ops.reduce_scatter(found, self.comm, 0)
+        part = self.weight.size(0)
+        is_here = tokens // part == self.first // part
+        # Tokens of other ranks read any row, but not all the same: its gradient would add them one after the other.
+        found = F.embedding(tokens % part, self.weight, sparse=True)
+        return to.ops.reduce_scatter(found.masked_fill(~is_here.unsqueeze(-1), 0), self.comm, 0)
 
 
 class Llama(nn.Module):

@@ -41,14 +41,14 @@ class IndexedDim(NamedTuple):
     wraps_negative: bool = False
 
     def local_indices(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the indices into this rank's part, and a mask of those on other ranks. Invalid ones point past the
-        end."""
+        """Returns the indices into this rank's part, and a mask of those on other ranks, which point to any row: not
+        all to one, whose gradient would add them one after the other. Invalid ones point past the end."""
         if self.wraps_negative:
             index = torch.where(index < 0, index + self.size, index)
         place = index - self.offset
         elsewhere = (place < 0) | (place >= self.own)
         nowhere = index != index.clamp(0, self.size - 1)
-        return place.clamp(0, max(self.own - 1, 0)).masked_fill(nowhere, max(self.own, 1)), elsewhere
+        return place.remainder(max(self.own, 1)).masked_fill(nowhere, max(self.own, 1)), elsewhere
 
     def local_rows(self, table: Tensor) -> Tensor:
         """Returns this rank's part. If it is empty, one row of zeros that a gradient still reaches."""

@@ -95,7 +95,8 @@ class _OwnTokens(nn.Module):
         own_padding = None if padding is None or not 0 <= padding - first < rows else padding - first
         try:
             self.padding_idx = own_padding
-            y = super().forward(own.masked_fill(foreign, 0), *args[1:], **kwargs)
+            # Not all foreign tokens to one row, whose gradient would add them one after the other.
+            y = super().forward(own.remainder(rows).where(foreign, own), *args[1:], **kwargs)
         finally:
             self.padding_idx = padding
         return ops.all_reduce(y.masked_fill(foreign.unsqueeze(-1), 0), layout.comm, grad="I")
