@@ -115,6 +115,7 @@ struct NormParams {
   const char* weight;
   const char* bias;  // may be null
   float eps;
+  float inverse_elements;  // 1 / elements of a row
   uint64_t row_bytes;
   uint64_t rows;
   uint32_t row_blocks;  // CollectivePlan::row_blocks

@@ -25,6 +25,9 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
   const auto range = [&](int) {  // this thread's elements of the row
     return has_packet ? range_at<T>(n, column, kData) : RowRange{};
   };
+  const auto range_of_warp = [&](int) {  // chunks with scales have whole warps
+    return range_at<T>(n, column - packet % kWarp * kData, kWarp * kData);
+  };
   const auto place = [&](uint32_t chunk) {
     return uint64_t{chunk / n.row_blocks} * n.row_bytes + column;
   };
@@ -69,10 +72,11 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
     is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals,
                          [&] { quantizer.collect(round, part, range); });
     if (!is_good) break;
-    const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
+    const float factor = scale_of(n, totals.squares);
     part[0].scale(factor);
     if (has_packet && n.keeps_rows) store_words<Case>(p.recv[0] + at, part[0].rounded(), valid);
-    quantizer.store(chunk / n.row_blocks, round, totals.largest, factor, part, range);
+    quantizer.store(chunk / n.row_blocks, round, totals.largest, factor, part, range,
+                    range_of_warp);
   }
   end_ll<Case>(p, state);
 }
@@ -97,6 +101,7 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
   const auto range = [&](int) {  // this thread's elements of the row
     return range_at<T>(n, first + lane.at, lane.is_short ? kVector / 2 : kVector);
   };
+  const auto range_of_warp = [&](int) { return range_at<T>(n, first, G::kLL128UnitData); };
   const auto unit_of = [&](uint32_t chunk) {
     return ll128::UnitPart{uint64_t{chunk / n.row_blocks} * n.row_bytes + first, of_row.bytes};
   };
@@ -149,10 +154,11 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
     is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals,
                          [&] { quantizer.collect(round, part, range); });
     if (!is_good) break;
-    const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
+    const float factor = scale_of(n, totals.squares);
     part[0].scale(factor);
     if (n.keeps_rows) ll128::store_piece<Case>(p.recv[0], unit, lane, part[0].rounded());
-    quantizer.store(chunk / n.row_blocks, round, totals.largest, factor, part, range);
+    quantizer.store(chunk / n.row_blocks, round, totals.largest, factor, part, range,
+                    range_of_warp);
   }
   end_ll<Case>(p, state);
 }
@@ -206,7 +212,7 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
     }
     is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals, [] {});
     if (!is_good) return false;
-    const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
+    const float factor = scale_of(n, totals.squares);
 #pragma unroll
     for (int j = 0; j < kVectorsPerThread; ++j) {
       const uint32_t i = index(j);

@@ -130,8 +130,9 @@ __device__ __forceinline__ RowTotals totals_of_block(RowTotals* of_warp, RowTota
   return totals_of_warps(of_warp, blockDim.x / kWarp);
 }
 
-__device__ __forceinline__ float scale_of(float squares, uint64_t elements, float eps) {
-  return 1 / sqrtf(squares / static_cast<float>(elements) + eps);
+// Returns the factor of a row's elements.
+__device__ __forceinline__ float scale_of(const NormParams& n, float squares) {
+  return rsqrtf(squares * n.inverse_elements + n.eps);
 }
 
 // --- Clusters ------------------------------------------------------------------------------------
@@ -288,7 +289,7 @@ __device__ __forceinline__ RowRange range_at(const NormParams& n, uint64_t begin
 
 // Quantizes rows of 16-bit elements. All threads of a block call all functions, with their own
 // parts and ranges. A range begins at an even element. The ranges of a warp, of each part, are next
-// to each other, begin with the first lane's, and have at most kScalesPerWarp scales.
+// to each other, and have at most kScalesPerWarp scales.
 template <typename T, bool kQuantizes>
 class Quantizer {
  public:
@@ -320,12 +321,13 @@ class Quantizer {
 
   // Stores a normalized row, to which RowPart::scale(factor) was applied. `largest` is
   // RowTotals::largest of the row.
-  template <int kWords, int kParts, typename RangeOf>
+  template <int kWords, int kParts, typename RangeOf, typename RangeOfWarp>
   __device__ __forceinline__ void store(uint64_t row, uint32_t round, uint32_t largest,
                                         float factor, const RowPart<T, kWords> (&parts)[kParts],
-                                        const RangeOf& range_of) const {
+                                        const RangeOf& range_of,
+                                        const RangeOfWarp& range_of_warp) const {
     if (n_.scaling == NormScaling::block) {
-      return store_with_scales(row, round, factor, parts, range_of);
+      return store_with_scales(row, round, factor, parts, range_of, range_of_warp);
     }
     const float scale = n_.scaling == NormScaling::row ? scale_from(largest, factor) : given_;
 #pragma unroll
@@ -354,23 +356,24 @@ class Quantizer {
 
   // The first lanes of a warp compute its scales. A scale is stored by the warp that has its first
   // element.
-  template <int kWords, int kParts, typename RangeOf>
+  template <int kWords, int kParts, typename RangeOf, typename RangeOfWarp>
   __device__ __forceinline__ void store_with_scales(uint64_t row, uint32_t round, float factor,
                                                     const RowPart<T, kWords> (&parts)[kParts],
-                                                    const RangeOf& range_of) const {
+                                                    const RangeOf& range_of,
+                                                    const RangeOfWarp& range_of_warp) const {
     const uint32_t lane = threadIdx.x % kWarp;
     __syncthreads();  // all have collected
 #pragma unroll
     for (int j = 0; j < kParts; ++j) {
       const RowRange range = range_of(j);
-      const uint32_t begin = __shfl_sync(~0U, range.begin, 0);
-      const uint32_t end = __reduce_max_sync(~0U, range.count > 0 ? range.begin + range.count : 0);
-      const uint32_t first = begin / kNormScaleBlock;
+      const RowRange of_warp = range_of_warp(j);
+      if (of_warp.count <= 0) continue;
+      const uint32_t first = of_warp.scale();
       const uint32_t own = (first + lane) * kNormScaleBlock;  // first element of this lane's scale
       float scale = 1;
-      if (lane < kScalesPerWarp && own < end) {
+      if (lane < kScalesPerWarp && own < of_warp.begin + of_warp.count) {
         scale = scale_from(maxima_.of_scale[round % 3][first + lane - first_scale_], factor);
-        if (own >= begin) n_.scale_inv[(first + lane) * n_.rows + row] = __frcp_rn(scale);
+        if (own >= of_warp.begin) n_.scale_inv[(first + lane) * n_.rows + row] = __frcp_rn(scale);
       }
       const auto at = static_cast<int>(range.scale() - first);
       const float before = __shfl_sync(~0U, scale, at);

@@ -20,6 +20,9 @@ __global__ void __launch_bounds__(G::kThreads)
   const char* const residual = n.residual + blockIdx.x * n.row_bytes;
   const auto column = [](int j) { return (threadIdx.x + uint64_t{G::kThreads} * j) * kVector; };
   const auto range = [&](int j) { return range_at<T>(n, column(j), kVector); };
+  const auto range_of_warp = [&](int j) {
+    return range_at<T>(n, column(j) - threadIdx.x % kWarp * kVector, kWarp * kVector);
+  };
   RowPart<T, 4> part[kVectorsPerThread];
   Words<4> weight[kVectorsPerThread];
 #pragma unroll
@@ -44,7 +47,7 @@ __global__ void __launch_bounds__(G::kThreads)
     if constexpr (kQuantizes) totals.largest = max(totals.largest, part[j].largest());
   }
   totals = totals_of_block(of_warp, totals, [&] { quantizer.collect(0, part, range); });
-  const float factor = scale_of(totals.squares, n.row_bytes / sizeof(T), n.eps);
+  const float factor = scale_of(n, totals.squares);
 #pragma unroll
   for (int j = 0; j < kVectorsPerThread; ++j) {
     const uint64_t at = column(j);
@@ -52,7 +55,7 @@ __global__ void __launch_bounds__(G::kThreads)
     part[j].scale(factor);
     if (n.keeps_rows) store_words<Case>(row + at, part[j].rounded(), n.row_bytes - at);
   }
-  quantizer.store(blockIdx.x, 0, totals.largest, factor, part, range);
+  quantizer.store(blockIdx.x, 0, totals.largest, factor, part, range, range_of_warp);
 }
 
 // Calls `act` with true as a type if the rows are quantized, which must be of a 16-bit type T.

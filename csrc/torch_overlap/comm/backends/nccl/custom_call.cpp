@@ -125,6 +125,7 @@ NormParams norm_params(const RmsNorm& norm) {
           .weight = read(norm.weight),
           .bias = read(norm.bias),
           .eps = static_cast<float>(norm.eps),
+          .inverse_elements = 1.0F / static_cast<float>(norm.weight.numel()),
           .row_bytes = norm.weight.nbytes(),
           .rows = static_cast<uint64_t>(norm.residual_out.numel() / norm.weight.numel()),
           .row_blocks = 1,
