@@ -14,8 +14,9 @@ All are in memory at once and take turns in a round; a sample is that of the slo
 compared with nccl's. Rows have the time over that at the peak of bfloat16 products (causal attention counted half,
 nothing recomputed), the memory that a trainer takes from torch's allocator at its peak, where the time goes, and the
 floor, measured in the same rounds: that of the layers (layer.py), the products of the head, and the bytes of the
-optimizer at the rate of a copy. Failures of torch are listed with the reason. Without a GPU it only checks, on gloo
-with --tiny, that it runs.
+optimizer at the rate of a copy. Products and attention of all layers and micro-batches are one sample, and those of the
+head another: a GPU at its limit of power runs them a fifth slower after 100 ms than at first, and a step is as long.
+Failures of torch are listed with the reason. Without a GPU it only checks, on gloo with --tiny, that it runs.
 """
 
 from __future__ import annotations
@@ -108,6 +109,16 @@ class StepVariants:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
 
+    def layers(self) -> None:
+        """The products and the attention of all layers in a step."""
+        for _ in range(self.args.accumulate * self.shape.layers):
+            self.parts.products()
+            self.parts.attention()
+
+    def heads(self) -> None:
+        for _ in range(self.args.accumulate):
+            self.head()
+
     def measure(self) -> Samples:
         run: dict[str, Callable[[], object]] = {}
         for name, trainer in self.trainers.items():
@@ -116,7 +127,7 @@ class StepVariants:
                 trainer.compute()
                 run[name + EAGER] = trainer.compute
         self.is_captured = {name: self.is_cuda and name not in TORCH and not name.endswith(EAGER) for name in run}
-        calls: dict[str, Callable[[], object]] = {**self.parts.calls(), "head": self.head}
+        calls: dict[str, Callable[[], object]] = {"layers": self.layers, "head": self.heads, "copy": self.parts.copy}
         if self.is_cuda:
             for name, call in calls.items():
                 call()
@@ -130,11 +141,10 @@ class StepVariants:
 
     def floor_of(self, samples: Samples) -> dict[str, float]:
         """Returns the floor of a step, in microseconds, and what it consists of."""
-        times = {name: spread_of(samples[name]).median for name in ("products", "attention", "copy", "head")}
-        layer = self.parts.floor_us(times["products"], times["attention"], times["copy"])
+        layers, head, copy = (spread_of(samples[name]).median for name in ("layers", "head", "copy"))
+        layers += self.args.accumulate * self.shape.layers * self.parts.elementwise_us(copy)
         held = self.shape.layers * self.shape.layer_parameters + 2 * self.shape.vocabulary * self.shape.hidden
-        layers, head = (self.args.accumulate * us for us in (self.shape.layers * layer, times["head"]))
-        optimizer = layer_floor.us_of_bytes(OPTIMIZER_BYTES * held / self.ranks.size, times["copy"])
+        optimizer = layer_floor.us_of_bytes(OPTIMIZER_BYTES * held / self.ranks.size, copy)
         return {"us": layers + head + optimizer, "layers_us": layers, "head_us": head, "optimizer_us": optimizer}
 
 

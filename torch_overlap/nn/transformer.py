@@ -174,8 +174,7 @@ class ParallelTransformerBlock(nn.Module):
         features, heads, hidden: of the whole block.
         kv_heads, head_dim, causal: as for ParallelSelfAttention.
         activation: as for ParallelMLP.
-        norm: "layer" or "rms". With "rms" and a norm_eps, one kernel on a GPU adds the residual too: see
-            ops.add_rms_norm. A norm with hooks is called with the sum alone, as torch's.
+        norm: "layer" or "rms". With "rms" and a norm_eps a norm is one kernel on a GPU, and its gradient two.
         norm_eps: default: that of nn.LayerNorm, nn.RMSNorm.
         bias: of the linear layers, and of a layer norm.
         others: as for ParallelMLP.
