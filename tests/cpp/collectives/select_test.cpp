@@ -491,10 +491,11 @@ TEST(PlanNorm, ClustersHaveWholeRows) {
   }
 }
 
-CollectivePlan block_scaled_plan(int size, size_t rows, size_t elements, CollectiveMode mode) {
+CollectivePlan scaled_plan(int size, size_t rows, size_t elements, CollectiveMode mode,
+                           NormScaling scaling = NormScaling::block) {
   auto problem = problem_of(CollectiveKind::all_reduce, size, rows * elements * 2);
   problem.row_bytes = elements * 2;
-  problem.norm_scaling = NormScaling::block;
+  problem.norm_scaling = scaling;
   problem.has_ll128 = true;
   return plan_collective(problem, mode);
 }
@@ -503,7 +504,7 @@ TEST(PlanNorm, ChunksOfRowsWithBlocksOfScalesHaveWholeBlocks) {
   for (int size = 2; size <= G::kMaxRanks; ++size) {
     for (const size_t elements : {64, 128, 200, 1024, 4096, 5120, 7168, 8192, 12288}) {
       for (const CollectiveMode mode : {CollectiveMode::ll, CollectiveMode::ll128}) {
-        const auto plan = block_scaled_plan(size, 3, elements, mode);
+        const auto plan = scaled_plan(size, 3, elements, mode);
         const size_t unit = mode == CollectiveMode::ll ? 12 : G::kLL128UnitData;
         const size_t chunk = plan.chunk * unit / 2;
         ASSERT_GT(plan.row_blocks, 0);
@@ -512,7 +513,7 @@ TEST(PlanNorm, ChunksOfRowsWithBlocksOfScalesHaveWholeBlocks) {
         EXPECT_LT((plan.row_blocks - 1) * chunk, elements);
       }
       // Only packets and lines have kernels that quantize.
-      EXPECT_EQ(block_scaled_plan(size, 3, elements, CollectiveMode::simple).row_blocks, 0);
+      EXPECT_EQ(scaled_plan(size, 3, elements, CollectiveMode::simple).row_blocks, 0);
     }
   }
 }
@@ -530,8 +531,15 @@ TEST(PlanNorm, LinesOfTwoRanksThenSimple) {
   EXPECT_EQ(protocol(129, true), Protocol::simple);
   EXPECT_EQ(protocol(256, true), Protocol::simple);
   EXPECT_EQ(protocol(257, true), Protocol::none);
-  EXPECT_EQ(block_scaled_plan(2, 128, 4096, CollectiveMode::automatic).protocol, Protocol::ll128);
-  EXPECT_EQ(block_scaled_plan(2, 129, 4096, CollectiveMode::automatic).row_blocks, 0);
+  EXPECT_EQ(scaled_plan(2, 128, 4096, CollectiveMode::automatic).protocol, Protocol::ll128);
+  EXPECT_EQ(scaled_plan(2, 129, 4096, CollectiveMode::automatic).row_blocks, 0);
+  for (const auto scaling : {NormScaling::tensor, NormScaling::row}) {  // which Simple does not do
+    const auto plan = [&](size_t rows) {
+      return scaled_plan(2, rows, 4096, CollectiveMode::automatic, scaling);
+    };
+    EXPECT_EQ(plan(256).protocol, Protocol::ll128);
+    EXPECT_EQ(plan(257).row_blocks, 0);
+  }
   EXPECT_EQ(protocol(24, false), Protocol::ll);
   EXPECT_EQ(protocol(25, false), Protocol::simple);
 }
