@@ -30,11 +30,11 @@ struct Limits {
   size_t max_ll_bytes = 0;
   size_t max_simple_bytes = 0;
   size_t max_two_shot_bytes = 0;
-  size_t min_bulk_bytes = 0;         // bulk copies are as fast as Simple, on fewer SMs
-  size_t max_norm_bytes = 0;         // all_reduce with an RMSNorm in the kernel
-  size_t max_norm_ll128_bytes = 0;   // the same by LL128, if the links support it
-  size_t max_scaled_norm_bytes = 0;  // the same, quantized with one scale or one per row
-  size_t max_norm_ll_bytes = 0;      // the same by LL
+  size_t min_bulk_bytes = 0;            // bulk copies are as fast as Simple, on fewer SMs
+  size_t max_norm_bytes = 0;            // all_reduce with an RMSNorm in the kernel
+  size_t max_norm_ll128_bytes = 0;      // the same by LL128, if the links support it
+  size_t max_one_scale_norm_bytes = 0;  // the same, with one scale or one per row
+  size_t max_norm_ll_bytes = 0;         // the same by LL
   // In-place kernels over windows, if the communicator has any. Below this size the exchange of
   // addresses costs more than the copies that it saves.
   size_t min_zero_copy_bytes = 0;
@@ -50,7 +50,7 @@ constexpr Limits kLimits[] = {
      .min_bulk_bytes = 4 * kMi,
      .max_norm_bytes = 2 * kMi,
      .max_norm_ll128_bytes = kMi,
-     .max_scaled_norm_bytes = 2 * kMi,
+     .max_one_scale_norm_bytes = 2 * kMi,
      .max_norm_ll_bytes = 192 * kKi},
     {.kind = CollectiveKind::all_reduce,
      .max_ranks = 4,
@@ -61,7 +61,7 @@ constexpr Limits kLimits[] = {
      .max_two_shot_bytes = 16 * kMi,
      .max_norm_bytes = 512 * kKi,
      .max_norm_ll128_bytes = 256 * kKi,
-     .max_scaled_norm_bytes = 256 * kKi,
+     .max_one_scale_norm_bytes = 256 * kKi,
      .max_norm_ll_bytes = 256 * kKi},
     {.kind = CollectiveKind::all_reduce,
      .max_ranks = 8,
@@ -306,10 +306,10 @@ CollectivePlan plan_norm(const CollectiveProblem& problem, CollectiveMode mode,
   if (mode == CollectiveMode::simple) return plan_rows(problem, Protocol::simple);
   const bool is_chosen = mode == CollectiveMode::automatic || mode == CollectiveMode::always;
   if (!is_chosen || problem.bytes > limits.max_norm_bytes) return {};
-  const bool is_scaled =
+  const bool has_one_scale =
       problem.norm_scaling == NormScaling::tensor || problem.norm_scaling == NormScaling::row;
-  if (problem.has_ll128 &&
-      problem.bytes <= (is_scaled ? limits.max_scaled_norm_bytes : limits.max_norm_ll128_bytes)) {
+  if (problem.has_ll128 && problem.bytes <= (has_one_scale ? limits.max_one_scale_norm_bytes
+                                                           : limits.max_norm_ll128_bytes)) {
     if (const auto plan = plan_rows(problem, Protocol::ll128)) return plan;
   }
   if (problem.bytes <= limits.max_norm_ll_bytes) {

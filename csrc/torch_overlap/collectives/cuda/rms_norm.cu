@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
   __shared__ RowSums sums;
   __shared__ RowMaxima maxima;
   begin_rows(sums, n.row_blocks);
-  const LLState state = begin_ll<Case>(p);
+  LLState state = begin_ll<Case>(p);
   const auto packet = static_cast<uint32_t>(threadIdx.x);
   const uint64_t column = (uint64_t{blockIdx.x % n.row_blocks} * p.chunk + packet) * kData;
   const bool has_packet = packet < p.chunk && column < n.row_bytes;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
   if (has_packet) own = load_own(blockIdx.x);
   const uint64_t first_of_block = column - packet * kData;
   Quantizer<T, kQuantizes> quantizer(maxima, n, static_cast<uint32_t>(first_of_block / sizeof(T)));
-  bool is_good = try_enter(p, state.entry);
+  bool is_good = try_enter_rows(p, sums, state.entry);
 
   uint32_t round = 0;
   for (uint32_t chunk = blockIdx.x; chunk < p.max_chunks; chunk += gridDim.x, ++round) {
@@ -72,13 +72,13 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
     is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals,
                          [&] { quantizer.collect(round, part, range); });
     if (!is_good) break;
-    const float factor = scale_of(n, totals.squares);
+    const float factor = factor_of(n, totals.squares);
     part[0].scale(factor);
     if (has_packet && n.keeps_rows) store_words<Case>(p.recv[0] + at, part[0].rounded(), valid);
     quantizer.store(chunk / n.row_blocks, round, totals.largest, factor, part, range,
                     range_of_warp);
   }
-  end_ll<Case>(p, state);
+  leave_rows<Case>(p, sums, state);
 }
 
 // A warp holds a unit of a row. It sends one round ahead of the round that it receives, like
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
   __shared__ RowSums sums;
   __shared__ RowMaxima maxima;
   begin_rows(sums, n.row_blocks);
-  const LLState state = begin_ll<Case>(p);
+  LLState state = begin_ll<Case>(p);
   const ll128::Lane lane = ll128::this_lane();
   const uint64_t first_of_block = uint64_t{blockIdx.x % n.row_blocks} * p.chunk * G::kLL128UnitData;
   const uint64_t first = first_of_block + ll128::warp_of_block() * G::kLL128UnitData;
@@ -108,11 +108,10 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
   const auto load_own = [&](uint32_t chunk) {
     return ll128::load_piece<Case>(p.send[p.rank], unit_of(chunk), lane);
   };
-  // The piece that is sent next; of a single round, also the one to add.
+  // The piece that is sent next; of the last round, also the one to add.
   Words<4> loaded = load_own(blockIdx.x);
-  const bool has_rounds = p.max_chunks > gridDim.x;
   Quantizer<T, kQuantizes> quantizer(maxima, n, static_cast<uint32_t>(first_of_block / sizeof(T)));
-  bool is_good = try_enter(p, state.entry);
+  bool is_good = try_enter_rows(p, sums, state.entry);
   const auto send = [&](uint32_t chunk, uint32_t round) {
     if (!is_good || chunk >= p.max_chunks) return;
 #pragma unroll
@@ -133,7 +132,8 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
     Words<4> weight{};
     if (is_good) {
       send(chunk + gridDim.x, round + 1);
-      const auto own = has_rounds ? load_own(chunk) : loaded;
+      const bool is_last = chunk + gridDim.x >= p.max_chunks;
+      const auto own = is_last ? loaded : load_own(chunk);
       const auto residual = ll128::load_piece<Case>(n.residual, unit, lane);
       Words<4> bias{};
       if (n.bias != nullptr) bias = ll128::load_piece<Case>(n.bias, of_row, lane);
@@ -154,13 +154,13 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
     is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals,
                          [&] { quantizer.collect(round, part, range); });
     if (!is_good) break;
-    const float factor = scale_of(n, totals.squares);
+    const float factor = factor_of(n, totals.squares);
     part[0].scale(factor);
     if (n.keeps_rows) ll128::store_piece<Case>(p.recv[0], unit, lane, part[0].rounded());
     quantizer.store(chunk / n.row_blocks, round, totals.largest, factor, part, range,
                     range_of_warp);
   }
-  end_ll<Case>(p, state);
+  leave_rows<Case>(p, sums, state);
 }
 
 template <typename T, typename Case>
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(G::kThreads, kMinBlocksPerSm<Case>)
     }
     is_good = sum_of_row(sums, n.row_blocks, round, is_good, totals, [] {});
     if (!is_good) return false;
-    const float factor = scale_of(n, totals.squares);
+    const float factor = factor_of(n, totals.squares);
 #pragma unroll
     for (int j = 0; j < kVectorsPerThread; ++j) {
       const uint32_t i = index(j);

@@ -1,7 +1,7 @@
 #pragma once
 
 // Rows in registers, and totals over the blocks of a cluster. For .cu files.
-#include "torch_overlap/collectives/cuda/protocol_device.h"
+#include "torch_overlap/collectives/cuda/ll_device.h"
 #include "torch_overlap/common/cuda/float8_device.h"
 #include "torch_overlap/common/cuda/hopper_device.h"
 
@@ -59,13 +59,15 @@ class RowPart {
     uint2 largest{};
 #pragma unroll
     for (int i = 0; i < kElements; i += 2) {
-      uint32_t& of = i < count ? largest.x : largest.y;
-      of = max(of, max(magnitude(i), magnitude(i + 1)));
+      const uint32_t of_pair = max(magnitude(i), magnitude(i + 1));
+      largest.x = max(largest.x, i < count ? of_pair : 0);
+      largest.y = max(largest.y, i < count ? 0 : of_pair);
     }
     return largest;
   }
-  // An RMSNorm multiplies by the weight first: products of 16-bit values are exact, and scale()
-  // does not change which of them is the largest.
+  // An RMSNorm multiplies by the weight first: products of 16-bit values are exact within the range
+  // of fp32, and scale() does not change which of them is the largest. (Elements whose squares
+  // overflow may give NaN where their norm is 0.)
   __device__ __forceinline__ void multiply(const Words<kWords>& weight) {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) at_[i] *= element(weight, i);
@@ -131,7 +133,7 @@ __device__ __forceinline__ RowTotals totals_of_block(RowTotals* of_warp, RowTota
 }
 
 // Returns the factor of a row's elements.
-__device__ __forceinline__ float scale_of(const NormParams& n, float squares) {
+__device__ __forceinline__ float factor_of(const NormParams& n, float squares) {
   return rsqrtf(squares * n.inverse_elements + n.eps);
 }
 
@@ -143,6 +145,7 @@ __device__ __forceinline__ float scale_of(const NormParams& n, float squares) {
 struct RowSums {
   RowTotals of_warp[2][G::kMaxRowBlocks * kWarps];
   uint64_t has_arrived[2];
+  uint32_t is_busy;  // of try_enter_rows()
 };
 
 // Set in RowTotals::largest of a warp that is not good.
@@ -176,7 +179,8 @@ __device__ __forceinline__ void begin_rows(RowSums& sums, uint32_t blocks) {
     }
     sm90::fence_barrier_init();
   }
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  // The fence has released the mbarriers, and the others read nothing else.
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 }
 
@@ -207,6 +211,23 @@ __device__ __forceinline__ RowTotals totals_of_cluster(RowSums& sums, uint32_t b
   return totals;
 }
 
+// try_enter(). Thread 0 needs the answer again at the end, in leave_rows(): until then it is in
+// shared memory, since a register would be spilled, and a spill waits for the answer where it is
+// asked for.
+__device__ __forceinline__ bool try_enter_rows(const CollectiveParams& p, RowSums& sums,
+                                               const Entry& entry) {
+  const bool is_good = try_enter(p, entry);
+  if (threadIdx.x == 0) sums.is_busy = entry.is_busy;
+  return is_good;
+}
+
+template <typename Case>
+__device__ __forceinline__ void leave_rows(const CollectiveParams& p, const RowSums& sums,
+                                           LLState& state) {
+  state.entry.is_busy = threadIdx.x == 0 ? sums.is_busy : 0;
+  end_ll<Case>(p, state);
+}
+
 // Returns true if all blocks of a row are good, and changes the totals of a thread to those of the
 // row, with the same bits on all threads and all ranks. All threads of all of these blocks call
 // this in every round until one block is not good. Each calls meanwhile() while the totals travel.
@@ -233,6 +254,7 @@ inline constexpr int kMaxNormScales =
 // when all threads are past the round in which it was read.
 struct RowMaxima {
   uint32_t of_scale[3][kMaxNormScales];
+  float given;  // NormScaling::tensor: the scale
 };
 
 // Stores the first `valid` bytes.
@@ -275,7 +297,7 @@ struct RowRange {
   __device__ __forceinline__ int left_of_scale() const {
     return kNormScaleBlock - static_cast<int>(begin % kNormScaleBlock);
   }
-  __device__ __forceinline__ uint32_t scale() const { return begin / kNormScaleBlock; }
+  __device__ __forceinline__ uint32_t scale_index() const { return begin / kNormScaleBlock; }
 };
 
 // Returns the range of a part that begins at this byte of a row, and has at most `bytes`.
@@ -289,15 +311,16 @@ __device__ __forceinline__ RowRange range_at(const NormParams& n, uint64_t begin
 
 // Quantizes rows of 16-bit elements. All threads of a block call all functions, with their own
 // parts and ranges. A range begins at an even element. The ranges of a warp, of each part, are next
-// to each other, and have at most kScalesPerWarp scales.
+// to each other (some may be empty), and have at most kScalesPerWarp scales.
 template <typename T, bool kQuantizes>
 class Quantizer {
  public:
-  // A block's elements of a row begin at `first`, where a scale does, and end where one does unless
-  // the row ends. The block must synchronize before collect(), and begin_kernel() before this.
+  // A block's elements of a row begin at `first`. With NormScaling::block a scale begins there, and
+  // the last one ends with the block's elements unless the row does. The block must synchronize
+  // before collect() and store(); what the kernel before has written is read here.
   __device__ __forceinline__ Quantizer(RowMaxima& maxima, const NormParams& n, uint32_t first)
       : maxima_(maxima), n_(n), first_scale_(first / kNormScaleBlock) {
-    if (n.scaling == NormScaling::tensor) given_ = *n.scale;
+    if (n.scaling == NormScaling::tensor && threadIdx.x == 0) maxima.given = *n.scale;
     if (n.scaling == NormScaling::block) clear(0);
   }
 
@@ -312,7 +335,7 @@ class Quantizer {
       const RowRange range = range_of(j);
       if (range.count <= 0) continue;
       const uint2 largest = parts[j].largest_of_two(range.left_of_scale());
-      uint32_t* const of = maxima_.of_scale[round % 3] + (range.scale() - first_scale_);
+      uint32_t* const of = maxima_.of_scale[round % 3] + (range.scale_index() - first_scale_);
       atomicMax(of, largest.x);
       if (largest.y != 0) atomicMax(of + 1, largest.y);
     }
@@ -329,7 +352,8 @@ class Quantizer {
     if (n_.scaling == NormScaling::block) {
       return store_with_scales(row, round, factor, parts, range_of, range_of_warp);
     }
-    const float scale = n_.scaling == NormScaling::row ? scale_from(largest, factor) : given_;
+    const float scale =
+        n_.scaling == NormScaling::row ? scale_from(largest, factor) : maxima_.given;
 #pragma unroll
     for (int j = 0; j < kParts; ++j) store_part(row, parts[j], range_of(j), scale, scale);
     const bool writes_scale = n_.scaling == NormScaling::row || row == 0;
@@ -368,14 +392,14 @@ class Quantizer {
       const RowRange range = range_of(j);
       const RowRange of_warp = range_of_warp(j);
       if (of_warp.count <= 0) continue;
-      const uint32_t first = of_warp.scale();
+      const uint32_t first = of_warp.scale_index();
       const uint32_t own = (first + lane) * kNormScaleBlock;  // first element of this lane's scale
       float scale = 1;
       if (lane < kScalesPerWarp && own < of_warp.begin + of_warp.count) {
         scale = scale_from(maxima_.of_scale[round % 3][first + lane - first_scale_], factor);
         if (own >= of_warp.begin) n_.scale_inv[(first + lane) * n_.rows + row] = __frcp_rn(scale);
       }
-      const auto at = static_cast<int>(range.scale() - first);
+      const auto at = static_cast<int>(range.scale_index() - first);
       const float before = __shfl_sync(~0U, scale, at);
       const float after = __shfl_sync(~0U, scale, at + 1);
       store_part(row, parts[j], range, before, after);
@@ -402,7 +426,6 @@ class Quantizer {
   RowMaxima& maxima_;
   const NormParams& n_;
   const uint32_t first_scale_;
-  float given_ = 1;
 };
 
 template <typename T>

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(G::kThreads)
     if constexpr (kQuantizes) totals.largest = max(totals.largest, part[j].largest());
   }
   totals = totals_of_block(of_warp, totals, [&] { quantizer.collect(0, part, range); });
-  const float factor = scale_of(n, totals.squares);
+  const float factor = factor_of(n, totals.squares);
 #pragma unroll
   for (int j = 0; j < kVectorsPerThread; ++j) {
     const uint64_t at = column(j);
