@@ -103,9 +103,9 @@ demo: build
 
 test: build check test-cpp test-python test-docs
 
-# Most tests wait for ranks: four at a time, also on two cores, where pytest-xdist is installed.
+# Most tests wait for ranks: four at a time, also on two cores; those of pytest where pytest-xdist is installed.
 TEST_JOBS ?= 4
-several_at_a_time = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n $(TEST_JOBS)')
+several_at_a_time = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n $(TEST_JOBS) --dist worksteal')
 test-python: build
 	$(PY) -m pytest tests/python -m 'not gpu' $(several_at_a_time) $(PYTEST_ARGS)
 
@@ -116,7 +116,9 @@ test-jax: $(if $(PYTHON),,.venv/.jax)
 
 test-cpp: build
 	$(CMAKE) --build $(CURRENT) --target torch_overlap_tests
-	@if [ -x $(CURRENT)/tests/cpp/torch_overlap_tests ]; then $(CURRENT)/tests/cpp/torch_overlap_tests --gtest_brief=1; fi
+	@[ ! -x $(CURRENT)/tests/cpp/torch_overlap_tests ] || seq 0 $$(($(TEST_JOBS) - 1)) | \
+	  xargs -P $(TEST_JOBS) -I{} env GTEST_TOTAL_SHARDS=$(TEST_JOBS) GTEST_SHARD_INDEX={} \
+	  $(CURRENT)/tests/cpp/torch_overlap_tests --gtest_brief=1
 
 check:
 	$(or $(PYTHON),$(BASE_PYTHON)) scripts/check_layers.py
@@ -208,7 +210,7 @@ site: build $(if $(PYTHON),,.venv/.docs)
 
 # The code blocks of README.md and docs/, on two gloo ranks. Those that need transformers run where that is installed.
 test-docs: build
-	$(PY) -m pytest tests/docs $(PYTEST_ARGS)
+	$(PY) -m pytest tests/docs $(several_at_a_time) $(PYTEST_ARGS)
 
 # torch's own tests of c10d backends, on torch_overlap and on gloo; writes docs/reference/conformance.md. `make test` runs those that
 # gloo passes. Then the tests with other frameworks; writes the table of docs/howto/frameworks.md.
