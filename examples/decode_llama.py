@@ -60,8 +60,9 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"expected --{name} of at least 1, got {getattr(args, name)}")
     if min(args.batches) < 1:
         parser.error(f"expected --batches of at least 1, got {min(args.batches)}")
-    if args.device == "cpu" and "torch" in args.sums.split(","):
-        parser.error("expected --sums without torch on cpu: its one-shot all_reduce needs GPUs")
+    for kind in ("torch", "flashinfer"):
+        if args.device == "cpu" and kind in args.sums.split(","):
+            parser.error(f"expected --sums without {kind} on cpu: its kernels need GPUs")
     return args
 
 
@@ -141,7 +142,7 @@ def main() -> int:
     if args.device == "cuda":
         torch.cuda.set_device(device)
     kinds = args.sums.split(",")
-    if "torch" in kinds:
+    if "torch" in kinds or "flashinfer" in kinds:
         dist.init_process_group("nccl", device_id=device)
     weights = weights_of(args, device)
     prefills = [int(count) for count in filter(None, args.prefill.split(","))]

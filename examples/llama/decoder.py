@@ -33,6 +33,7 @@ Sum = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # Prompts of this many rows, over the number of ranks, are read with sequence parallelism: from there on it is quicker
 # for an 8B model on two and four H200s (decode_llama-h200-tp2-2026-11-28.json and -tp4-).
 SEQUENCE_ROWS = 4096
+FLASHINFER_ROWS = 256  # the workspace of FlashInfer's kernel is for as many
 
 
 class Sums:
@@ -43,15 +44,18 @@ class Sums:
         "fused": one operator, whose kernels are those of `algorithm`.
         "nccl": torch's product, NCCL's all_reduce, torch's addition and norm.
         "torch": the same with torch's one-shot all_reduce over symmetric memory.
+        "flashinfer": torch's product, and FlashInfer's kernel for the rest (the package flashinfer-python), as vLLM
+            calls it; "nccl" for more rows than FLASHINFER_ROWS.
     """
 
-    KINDS = ("fused", "nccl", "torch")
+    KINDS = ("fused", "nccl", "torch", "flashinfer")
 
     def __init__(self, kind: str, comm: to.TorchComm, eps: float, algorithm: str = "auto") -> None:
         if kind not in self.KINDS:
             raise ValueError(f"decode_llama: expected sums of {', '.join(self.KINDS)}, got {kind}")
         self.comm, self.eps, self.algorithm = comm, eps, algorithm
         self.symmetric: dict[tuple[int, ...], Tensor] = {}
+        self.flashinfer: Any = None  # the address table of its workspace
         self.run: Sum = getattr(self, f"_{kind}")
 
     def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,6 +84,27 @@ class Sums:
         torch.mm(x, weight.t(), out=buffer)
         total = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", dist.group.WORLD.group_name)  # type: ignore[union-attr]
         return self._then_norm(total, residual, gain)
+
+    def _flashinfer(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        from flashinfer import comm as flashinfer
+
+        rows, features = residual.shape
+        if rows > FLASHINFER_ROWS:
+            return self._nccl(x, weight, residual, gain)
+        rank, size = self.comm.get_rank(), self.comm.get_size()
+        if self.flashinfer is None:  # collective
+            _, self.flashinfer = flashinfer.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+                rank, size, FLASHINFER_ROWS, features, group=dist.group.WORLD
+            )
+        norm, hidden = torch.empty_like(residual), torch.empty_like(residual)
+        flashinfer.trtllm_allreduce_fusion(
+            allreduce_in=F.linear(x, weight), world_size=size, world_rank=rank, token_num=rows, hidden_dim=features,
+            workspace_ptrs=self.flashinfer, launch_with_pdl=True, trigger_completion_at_end=True, fp32_acc=True,
+            pattern_code=flashinfer.AllReduceFusionPattern.kARResidualRMSNorm, use_oneshot=None, allreduce_out=None,
+            residual_in=residual, residual_out=hidden, norm_out=norm, quant_out=None, scale_out=None, rms_gamma=gain,
+            rms_eps=self.eps, scale_factor=None, layout_code=None,
+        )  # fmt: skip
+        return norm, hidden
 
     def symmetric_like(self, rows: Tensor) -> Tensor:
         """Returns a buffer that all ranks have mapped. Collective at the first use of a shape."""
