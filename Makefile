@@ -103,7 +103,7 @@ demo: build
 
 test: build check test-cpp test-python test-docs
 
-# Most tests wait for ranks: four at a time, also on two cores; those of pytest where pytest-xdist is installed.
+# Most tests wait for ranks, so four run at a time, also on two cores. pytest needs pytest-xdist for it.
 TEST_JOBS ?= 4
 several_at_a_time = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n $(TEST_JOBS) --dist worksteal')
 test-python: build
@@ -116,9 +116,10 @@ test-jax: $(if $(PYTHON),,.venv/.jax)
 
 test-cpp: build
 	$(CMAKE) --build $(CURRENT) --target torch_overlap_tests
-	@[ ! -x $(CURRENT)/tests/cpp/torch_overlap_tests ] || seq 0 $$(($(TEST_JOBS) - 1)) | \
-	  xargs -P $(TEST_JOBS) -I{} env GTEST_TOTAL_SHARDS=$(TEST_JOBS) GTEST_SHARD_INDEX={} \
-	  $(CURRENT)/tests/cpp/torch_overlap_tests --gtest_brief=1
+	@if [ -x $(CURRENT)/tests/cpp/torch_overlap_tests ]; then \
+	  [ "$(TEST_JOBS)" -gt 0 ] || { echo 'test-cpp: expected TEST_JOBS of at least 1, got $(TEST_JOBS)'; exit 1; }; \
+	  seq 0 $$(($(TEST_JOBS) - 1)) | xargs -P $(TEST_JOBS) -I{} env GTEST_TOTAL_SHARDS=$(TEST_JOBS) GTEST_SHARD_INDEX={} \
+	  $(CURRENT)/tests/cpp/torch_overlap_tests --gtest_brief=1; fi
 
 check:
 	$(or $(PYTHON),$(BASE_PYTHON)) scripts/check_layers.py

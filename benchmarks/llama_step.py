@@ -14,9 +14,9 @@ All are in memory at once and take turns in a round; a sample is that of the slo
 compared with nccl's. Rows have the time over that at the peak of bfloat16 products (causal attention counted half,
 nothing recomputed), the memory that a trainer takes from torch's allocator at its peak, where the time goes, and the
 floor, measured in the same rounds: that of the layers (layer.py), the products of the head, and the bytes of the
-optimizer at the rate of a copy. Products and attention of all layers and micro-batches are one sample, and those of the
-head another: a GPU at its limit of power runs them a fifth slower after 100 ms than at first, and a step is as long.
-Failures of torch are listed with the reason. Without a GPU it only checks, on gloo with --tiny, that it runs.
+optimizer at the rate of a copy. The products and attention of all layers and micro-batches are one sample, and those of
+the head another. Shorter samples would run at clocks that a GPU at its power limit does not hold for a step. Failures
+of torch are listed with the reason. Without a GPU it only checks, on gloo with --tiny, that it runs.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ import torch_overlap as to
 from llama.weights import LAYER, Weights
 
 Sum = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-# Prompts of this many rows, over the number of ranks, are read with sequence parallelism: from there on it is quicker
-# for an 8B model on two and four H200s (decode_llama-h200-tp2-2026-11-28.json and -tp4-).
+# Prompts of at least SEQUENCE_ROWS / ranks rows are read with sequence parallelism. It is faster from there on
+# (decode_llama-h200-tp4-2026-11-28.json).
 SEQUENCE_ROWS = 4096
-FLASHINFER_ROWS = 256  # the workspace of FlashInfer's kernel is for as many
+MAX_FLASHINFER_ROWS = 256  # of FlashInfer's workspace
 
 
 class Sums:
@@ -44,8 +44,8 @@ class Sums:
         "fused": one operator, whose kernels are those of `algorithm`.
         "nccl": torch's product, NCCL's all_reduce, torch's addition and norm.
         "torch": the same with torch's one-shot all_reduce over symmetric memory.
-        "flashinfer": torch's product, and FlashInfer's kernel for the rest (the package flashinfer-python), as vLLM
-            calls it; "nccl" for more rows than FLASHINFER_ROWS.
+        "flashinfer": torch's product, and FlashInfer's kernel for the rest (the package flashinfer-python); "nccl" for
+            more rows than MAX_FLASHINFER_ROWS.
     """
 
     KINDS = ("fused", "nccl", "torch", "flashinfer")
@@ -55,7 +55,7 @@ class Sums:
             raise ValueError(f"decode_llama: expected sums of {', '.join(self.KINDS)}, got {kind}")
         self.comm, self.eps, self.algorithm = comm, eps, algorithm
         self.symmetric: dict[tuple[int, ...], Tensor] = {}
-        self.flashinfer: Any = None  # the address table of its workspace
+        self.flashinfer_workspace: Any = None  # the tensor of its addresses
         self.run: Sum = getattr(self, f"_{kind}")
 
     def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,20 +89,20 @@ class Sums:
         from flashinfer import comm as flashinfer
 
         rows, features = residual.shape
-        if rows > FLASHINFER_ROWS:
+        if rows > MAX_FLASHINFER_ROWS:
             return self._nccl(x, weight, residual, gain)
         rank, size = self.comm.get_rank(), self.comm.get_size()
-        if self.flashinfer is None:  # collective
-            _, self.flashinfer = flashinfer.trtllm_create_ipc_workspace_for_all_reduce_fusion(
-                rank, size, FLASHINFER_ROWS, features, group=dist.group.WORLD
+        if self.flashinfer_workspace is None:  # collective
+            _, self.flashinfer_workspace = flashinfer.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+                rank, size, MAX_FLASHINFER_ROWS, features, group=dist.group.WORLD
             )
         norm, hidden = torch.empty_like(residual), torch.empty_like(residual)
         flashinfer.trtllm_allreduce_fusion(
             allreduce_in=F.linear(x, weight), world_size=size, world_rank=rank, token_num=rows, hidden_dim=features,
-            workspace_ptrs=self.flashinfer, launch_with_pdl=True, trigger_completion_at_end=True, fp32_acc=True,
-            pattern_code=flashinfer.AllReduceFusionPattern.kARResidualRMSNorm, use_oneshot=None, allreduce_out=None,
-            residual_in=residual, residual_out=hidden, norm_out=norm, quant_out=None, scale_out=None, rms_gamma=gain,
-            rms_eps=self.eps, scale_factor=None, layout_code=None,
+            workspace_ptrs=self.flashinfer_workspace, launch_with_pdl=True, trigger_completion_at_end=True,
+            pattern_code=flashinfer.AllReduceFusionPattern.kARResidualRMSNorm, fp32_acc=True, use_oneshot=None,
+            allreduce_out=None, residual_in=residual, residual_out=hidden, norm_out=norm, quant_out=None,
+            scale_out=None, rms_gamma=gain, rms_eps=self.eps, scale_factor=None, layout_code=None,
         )  # fmt: skip
         return norm, hidden
 

@@ -37,24 +37,25 @@ def normal(generator: torch.Generator, std: float = 0.02) -> Callable[[Tensor], 
 
 class VocabularyEmbedding(nn.Module):
     """The embedding of tokens [S, B], as rows [S/n, B, D] of this rank. It holds V/n rows of the table, whose gradient
-    is sparse: the rows of the tokens."""
+    is sparse: a row for each token, zero for those of other ranks."""
 
     def __init__(self, vocabulary: int, features: int, comm: to.TorchComm, init: Callable[[Tensor], Tensor],
                  device: torch.device, dtype: torch.dtype) -> None:  # fmt: skip
         super().__init__()
-        self.comm, rank = comm, comm.get_rank()
+        self.comm, self.rank = comm, comm.get_rank()
         part = vocabulary // comm.get_size()
-        self.first = rank * part
+        first = self.rank * part
         table = torch.empty(vocabulary, features, device=device)
         with torch.no_grad():
             init(table)
-        self.weight = nn.Parameter(table[self.first : self.first + part].to(dtype, copy=True))  # not the whole table
+        self.weight = nn.Parameter(table[first : first + part].to(dtype, copy=True))  # not the whole table
         set_layout(self, to.nn.ParameterLayout(comm, {"weight": 0}))
 
     def forward(self, tokens: Tensor) -> Tensor:
         part = self.weight.size(0)
-        is_here = tokens // part == self.first // part
-        # Tokens of other ranks read any row, but not all the same: its gradient would add them one after the other.
+        is_here = tokens // part == self.rank
+        # Tokens of other ranks read different rows, and the results are masked. If all read one row, its gradient would
+        # be a serial sum.
         found = F.embedding(tokens % part, self.weight, sparse=True)
         return to.ops.reduce_scatter(found.masked_fill(~is_here.unsqueeze(-1), 0), self.comm, 0)
 

@@ -41,8 +41,9 @@ class IndexedDim(NamedTuple):
     wraps_negative: bool = False
 
     def local_indices(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the indices into this rank's part, and a mask of those on other ranks, which point to any row: not
-        all to one, whose gradient would add them one after the other. Invalid ones point past the end."""
+        """Returns the indices into this rank's part, and a mask of those on other ranks, whose results are masked.
+        These point to different rows: if all read one row, its gradient would be a serial sum. Invalid ones point past
+        the end."""
         if self.wraps_negative:
             index = torch.where(index < 0, index + self.size, index)
         place = index - self.offset

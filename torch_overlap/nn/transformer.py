@@ -174,7 +174,8 @@ class ParallelTransformerBlock(nn.Module):
         features, heads, hidden: of the whole block.
         kv_heads, head_dim, causal: as for ParallelSelfAttention.
         activation: as for ParallelMLP.
-        norm: "layer" or "rms". With "rms" and a norm_eps a norm is one kernel on a GPU, and its gradient two.
+        norm: "layer" or "rms". "rms" with a norm_eps runs eagerly on a GPU as one kernel forward and two backward;
+            under torch.compile or autocast it is torch's.
         norm_eps: default: that of nn.LayerNorm, nn.RMSNorm.
         bias: of the linear layers, and of a layer norm.
         others: as for ParallelMLP.

@@ -17,10 +17,10 @@ constexpr size_t kMi = 1024 * kKi;
 // The sizes (CollectiveProblem::bytes) for which each protocol is selected; 0 means never. The
 // first row with a matching `kind` and `max_ranks` applies.
 //
-// The limits are the crossover points in CUDA graphs: two ranks on H100, four on H100 and H200.
-// Those of five to eight ranks are conservative. NCCL runs everything larger. A broadcast to more
-// than two ranks sends all bytes from one rank; NCCL, which forwards them, is faster for large
-// messages.
+// The limits are the crossover points in CUDA graphs: two ranks on H100 (norms: H200), four on H100
+// and H200. Those of five to eight ranks are conservative. NCCL runs everything larger. A broadcast
+// to more than two ranks sends all bytes from one rank; NCCL, which forwards them, is faster for
+// large messages.
 struct Limits {
   CollectiveKind kind;
   int max_ranks;
@@ -30,11 +30,12 @@ struct Limits {
   size_t max_ll_bytes = 0;
   size_t max_simple_bytes = 0;
   size_t max_two_shot_bytes = 0;
-  size_t min_bulk_bytes = 0;            // bulk copies are as fast as Simple, on fewer SMs
-  size_t max_norm_bytes = 0;            // all_reduce with an RMSNorm in the kernel
-  size_t max_norm_ll128_bytes = 0;      // the same by LL128, if the links support it
-  size_t max_one_scale_norm_bytes = 0;  // the same, with one scale or one per row
-  size_t max_norm_ll_bytes = 0;         // the same by LL
+  size_t min_bulk_bytes = 0;        // bulk copies are as fast as Simple, on fewer SMs
+  size_t max_norm_bytes = 0;        // all_reduce with an RMSNorm in the kernel
+  size_t max_norm_ll128_bytes = 0;  // the same by LL128, if the links support it
+  size_t max_norm_ll128_one_scale_bytes =
+      0;                         // the same if rows are quantized with one scale per tensor or row
+  size_t max_norm_ll_bytes = 0;  // the same by LL
   // In-place kernels over windows, if the communicator has any. Below this size the exchange of
   // addresses costs more than the copies that it saves.
   size_t min_zero_copy_bytes = 0;
@@ -50,7 +51,7 @@ constexpr Limits kLimits[] = {
      .min_bulk_bytes = 4 * kMi,
      .max_norm_bytes = 2 * kMi,
      .max_norm_ll128_bytes = kMi,
-     .max_one_scale_norm_bytes = 2 * kMi,
+     .max_norm_ll128_one_scale_bytes = 2 * kMi,
      .max_norm_ll_bytes = 192 * kKi},
     {.kind = CollectiveKind::all_reduce,
      .max_ranks = 4,
@@ -61,7 +62,7 @@ constexpr Limits kLimits[] = {
      .max_two_shot_bytes = 16 * kMi,
      .max_norm_bytes = 512 * kKi,
      .max_norm_ll128_bytes = 256 * kKi,
-     .max_one_scale_norm_bytes = 256 * kKi,
+     .max_norm_ll128_one_scale_bytes = 256 * kKi,
      .max_norm_ll_bytes = 256 * kKi},
     {.kind = CollectiveKind::all_reduce,
      .max_ranks = 8,
@@ -308,7 +309,7 @@ CollectivePlan plan_norm(const CollectiveProblem& problem, CollectiveMode mode,
   if (!is_chosen || problem.bytes > limits.max_norm_bytes) return {};
   const bool has_one_scale =
       problem.norm_scaling == NormScaling::tensor || problem.norm_scaling == NormScaling::row;
-  if (problem.has_ll128 && problem.bytes <= (has_one_scale ? limits.max_one_scale_norm_bytes
+  if (problem.has_ll128 && problem.bytes <= (has_one_scale ? limits.max_norm_ll128_one_scale_bytes
                                                            : limits.max_norm_ll128_bytes)) {
     if (const auto plan = plan_rows(problem, Protocol::ll128)) return plan;
   }

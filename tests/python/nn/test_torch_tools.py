@@ -58,8 +58,9 @@ def is_right(where: Any, name: str, **options: Any) -> bool:
                for name, own in NAMES.items())  # fmt: skip
 
 
-def does_skip(where: Any, scaler: torch.amp.GradScaler, names: tuple[str, ...], rank: int) -> list[bool]:
-    """Returns for each rank if it skips a step in which the last rank's part of up.weight0 overflows."""
+def ranks_that_skip(where: Any, scaler: torch.amp.GradScaler, names: tuple[str, ...], rank: int) -> list[bool]:
+    """Returns for each rank True if it skipped a step in which the last rank's gradient of up.weight0 is infinite."""
+    torch.manual_seed(0)
     comm = where if isinstance(where, TorchComm) else comm_of(where)
     model = tnn.ParallelMLP(FEATURES, HIDDEN, where, sequence_parallel=False)
     optimizer = torch.optim.SGD([model.get_parameter(name) for name in names], lr=0.1)
@@ -70,9 +71,11 @@ def does_skip(where: Any, scaler: torch.amp.GradScaler, names: tuple[str, ...], 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: of a found_inf with one element
         scaler.step(optimizer)
+    scale = scaler.get_scale()
     scaler.update()
-    mine = torch.tensor([torch.equal(local_of(model.down.bias), before)])
-    return ops.all_gather(mine, comm, 0).tolist()
+    has_skipped = torch.equal(local_of(model.down.bias), before)
+    assert scaler.get_scale() == (scale / 2 if has_skipped else scale)
+    return ops.all_gather(torch.tensor([has_skipped]), comm, 0).tolist()
 
 
 def local_of(x: Any) -> Tensor:
@@ -98,8 +101,8 @@ def tools(rank: int, size: int, store: Any) -> None:
     for where in (mesh, comm):
         for first, second in (("up.weight0", "down.bias"), ("down.bias", "up.weight0")):  # split and replicated
             scaler = ShardedGradScaler("cpu", process_group=mesh.get_group())
-            assert does_skip(where, scaler, (first, second), rank) == [True] * size
-            skips = does_skip(where, torch.amp.GradScaler("cpu"), (first, second), rank)
+            assert ranks_that_skip(where, scaler, (first, second), rank) == [True] * size
+            skips = ranks_that_skip(where, torch.amp.GradScaler("cpu"), (first, second), rank)
             assert skips == [where is mesh and first == "up.weight0"] * (size - 1) + [True]
 
     x = torch.ones(ROWS, FEATURES)

@@ -95,7 +95,8 @@ class _OwnTokens(nn.Module):
         own_padding = None if padding is None or not 0 <= padding - first < rows else padding - first
         try:
             self.padding_idx = own_padding
-            # Not all foreign tokens to one row, whose gradient would add them one after the other.
+            # Foreign tokens read different rows, and the results are masked. If all read one row, its gradient would
+            # be a serial sum.
             y = super().forward(own.remainder(rows).where(foreign, own), *args[1:], **kwargs)
         finally:
             self.padding_idx = padding

@@ -60,7 +60,7 @@ def command_line() -> str:
     if program.name == "__main__.py":
         return " ".join(["python -m torch_overlap", *asked])
     ranks = os.environ.get("WORLD_SIZE", "1")
-    return " ".join(["torchrun --nproc_per_node", ranks, "benchmarks/" + program.name, *asked])
+    return " ".join(["torchrun --nproc_per_node", ranks, f"{program.resolve().parent.name}/{program.name}", *asked])
 
 
 def result(benchmark: str, rows: list[dict[str, Any]], command: str | None = None, **more: Any) -> dict[str, Any]:

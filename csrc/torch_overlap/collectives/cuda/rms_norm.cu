@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(G::kThreads, ll128::kLL128BlocksPerSm<Case>)
   const auto load_own = [&](uint32_t chunk) {
     return ll128::load_piece<Case>(p.send[p.rank], unit_of(chunk), lane);
   };
-  // The piece that is sent next; of the last round, also the one to add.
+  // The piece of the next round to send. In the last round it is still that round's piece.
   Words<4> loaded = load_own(blockIdx.x);
   Quantizer<T, kQuantizes> quantizer(maxima, n, static_cast<uint32_t>(first_of_block / sizeof(T)));
   bool is_good = try_enter_rows(p, sums, state.entry);

@@ -54,7 +54,8 @@ class RowPart {
     for (int i = 0; i < kElements; ++i) largest = max(largest, magnitude(i));
     return largest;
   }
-  // The largest of the elements [0, count) in .x and of the others in .y. `count` is even.
+  // Returns the largest magnitude of the elements [0, count) in .x, and of the others in .y.
+  // `count` is even.
   __device__ __forceinline__ uint2 largest_of_two(int count) const {
     uint2 largest{};
 #pragma unroll
@@ -145,7 +146,7 @@ __device__ __forceinline__ float factor_of(const NormParams& n, float squares) {
 struct RowSums {
   RowTotals of_warp[2][G::kMaxRowBlocks * kWarps];
   uint64_t has_arrived[2];
-  uint32_t is_busy;  // of try_enter_rows()
+  uint32_t is_busy;  // thread 0's Entry::is_busy, from try_enter_rows() to leave_rows()
 };
 
 // Set in RowTotals::largest of a warp that is not good.
@@ -211,9 +212,8 @@ __device__ __forceinline__ RowTotals totals_of_cluster(RowSums& sums, uint32_t b
   return totals;
 }
 
-// try_enter(). Thread 0 needs the answer again at the end, in leave_rows(): until then it is in
-// shared memory, since a register would be spilled, and a spill waits for the answer where it is
-// asked for.
+// Calls try_enter(), and keeps thread 0's Entry::is_busy in shared memory for leave_rows(). In a
+// register it would be spilled at once, and the spill would wait for the load.
 __device__ __forceinline__ bool try_enter_rows(const CollectiveParams& p, RowSums& sums,
                                                const Entry& entry) {
   const bool is_good = try_enter(p, entry);
@@ -254,7 +254,7 @@ inline constexpr int kMaxNormScales =
 // when all threads are past the round in which it was read.
 struct RowMaxima {
   uint32_t of_scale[3][kMaxNormScales];
-  float given;  // NormScaling::tensor: the scale
+  float tensor_scale;  // if NormScaling::tensor
 };
 
 // Stores the first `valid` bytes.
@@ -291,10 +291,10 @@ __device__ __forceinline__ void store_pairs(uint8_t* to, const uint16_t (&pairs)
 // A thread's elements of a row.
 struct RowRange {
   uint32_t begin = 0;
-  int count = 0;  // not greater than 0: none
+  int count = 0;  // none if <= 0
 
-  // Elements have at most two scales: this number of the first, and the others.
-  __device__ __forceinline__ int left_of_scale() const {
+  // Returns the number of elements from `begin` to the next scale. A range has at most two scales.
+  __device__ __forceinline__ int num_until_next_scale() const {
     return kNormScaleBlock - static_cast<int>(begin % kNormScaleBlock);
   }
   __device__ __forceinline__ uint32_t scale_index() const { return begin / kNormScaleBlock; }
@@ -311,16 +311,17 @@ __device__ __forceinline__ RowRange range_at(const NormParams& n, uint64_t begin
 
 // Quantizes rows of 16-bit elements. All threads of a block call all functions, with their own
 // parts and ranges. A range begins at an even element. The ranges of a warp, of each part, are next
-// to each other (some may be empty), and have at most kScalesPerWarp scales.
+// to each other (some may be empty), and have at most kMaxScalesPerWarp scales.
 template <typename T, bool kQuantizes>
 class Quantizer {
  public:
   // A block's elements of a row begin at `first`. With NormScaling::block a scale begins there, and
   // the last one ends with the block's elements unless the row does. The block must synchronize
-  // before collect() and store(); what the kernel before has written is read here.
+  // before collect() and store(). Reads the scale of a tensor, which the kernel before may have
+  // written: with a dependent launch, construct it after begin_kernel().
   __device__ __forceinline__ Quantizer(RowMaxima& maxima, const NormParams& n, uint32_t first)
       : maxima_(maxima), n_(n), first_scale_(first / kNormScaleBlock) {
-    if (n.scaling == NormScaling::tensor && threadIdx.x == 0) maxima.given = *n.scale;
+    if (n.scaling == NormScaling::tensor && threadIdx.x == 0) maxima.tensor_scale = *n.scale;
     if (n.scaling == NormScaling::block) clear(0);
   }
 
@@ -334,7 +335,7 @@ class Quantizer {
     for (int j = 0; j < kParts; ++j) {
       const RowRange range = range_of(j);
       if (range.count <= 0) continue;
-      const uint2 largest = parts[j].largest_of_two(range.left_of_scale());
+      const uint2 largest = parts[j].largest_of_two(range.num_until_next_scale());
       uint32_t* const of = maxima_.of_scale[round % 3] + (range.scale_index() - first_scale_);
       atomicMax(of, largest.x);
       if (largest.y != 0) atomicMax(of + 1, largest.y);
@@ -353,7 +354,7 @@ class Quantizer {
       return store_with_scales(row, round, factor, parts, range_of, range_of_warp);
     }
     const float scale =
-        n_.scaling == NormScaling::row ? scale_from(largest, factor) : maxima_.given;
+        n_.scaling == NormScaling::row ? scale_from(largest, factor) : maxima_.tensor_scale;
 #pragma unroll
     for (int j = 0; j < kParts; ++j) store_part(row, parts[j], range_of(j), scale, scale);
     const bool writes_scale = n_.scaling == NormScaling::row || row == 0;
@@ -364,9 +365,9 @@ class Quantizer {
   }
 
  private:
-  static constexpr uint32_t kScalesPerWarp = 3;
+  static constexpr uint32_t kMaxScalesPerWarp = 3;
 
-  // Slot of a round.
+  // Clears the slot of a round.
   __device__ __forceinline__ void clear(uint32_t round) {
     uint32_t (&of_scale)[kMaxNormScales] = maxima_.of_scale[round % 3];
     for (uint32_t i = threadIdx.x; i < kMaxNormScales; i += blockDim.x) of_scale[i] = 0;
@@ -395,7 +396,7 @@ class Quantizer {
       const uint32_t first = of_warp.scale_index();
       const uint32_t own = (first + lane) * kNormScaleBlock;  // first element of this lane's scale
       float scale = 1;
-      if (lane < kScalesPerWarp && own < of_warp.begin + of_warp.count) {
+      if (lane < kMaxScalesPerWarp && own < of_warp.begin + of_warp.count) {
         scale = scale_from(maxima_.of_scale[round % 3][first + lane - first_scale_], factor);
         if (own >= of_warp.begin) n_.scale_inv[(first + lane) * n_.rows + row] = __frcp_rn(scale);
       }
@@ -412,7 +413,7 @@ class Quantizer {
                                              float after) const {
     constexpr int kPairs = RowPart<T, kWords>::kElements / 2;
     if (range.count <= 0) return;
-    const int left = range.left_of_scale();
+    const int left = range.num_until_next_scale();
     uint16_t pairs[kPairs];
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
