@@ -124,35 +124,37 @@ class FlashInfer:
         }
         norm = self.norm
         rows, hidden = to.ops.all_reduce_rms_norm(norm.x, norm.residual, norm.gain, norm.comm, eps=EPS)
+        results = []
         for name, call in found.items():
             call()
-            self.check("residual", self.residual_out, hidden)
+            results.append(("residual", self.residual_out.clone().float(), hidden.float(), 2e-2))
             if name == FLASHINFER:
-                self.check("norm", self.rows, rows)
+                results.append(("norm", self.rows.float(), rows.float(), 2e-2))
             else:
                 scale = self.scales if "row" in name else norm.scale
-                self.check(name, self.quantized.float() * scale, rows)
+                results.append(
+                    (name, self.quantized.float() * scale, rows.float(), 7e-2)
+                )  # e4m3 has three fraction bits
+        for what, got, wanted, tolerance in results:  # after all calls, which need all ranks
+            if not torch.allclose(got, wanted, rtol=tolerance, atol=tolerance):
+                error = (got - wanted).abs().max().item()
+                raise ValueError(f"decode_norm: expected FlashInfer's {what} to equal ours, got a difference of "
+                                 f"{error}. Check its version.")  # fmt: skip
         return found
-
-    def check(self, what: str, got: Tensor, wanted: Tensor) -> None:
-        error = (got.float() - wanted.float()).abs().max().item()
-        if not error <= 0.07 * wanted.float().abs().max().item():  # of e4m3
-            raise ValueError(f"decode_norm: expected FlashInfer's {what} to equal ours, got a difference of {error}. "
-                             "Check its version.")  # fmt: skip
 
 
 def add_peers(norm: Norm, calls: dict[str, Callable[[], object]], missing: dict[str, str]) -> None:
-    """Adds the peers that are there, and why the others are not."""
-    peers: dict[str, Callable[[], dict[str, Callable[[], object]]]] = {
-        TORCH: lambda: {TORCH: norm.torch_one_shot()},
-        FLASHINFER: lambda: FlashInfer(norm).calls(),
-    }
-    for name, open_peer in peers.items():
+    """Adds the peers that all ranks have, and why the others are not there."""
+
+    def add(name: str, open_peer: Callable[[], dict[str, Callable[[], object]]]) -> None:
         found: dict[str, Callable[[], object]] = {}
-        if reason := norm.ranks.try_on_all_ranks(partial(lambda into, opener: into.update(opener()), found, open_peer)):
+        if reason := norm.ranks.try_on_all_ranks(lambda: found.update(open_peer())):
             missing[name] = reason
         else:
             calls.update(found)
+
+    add(TORCH, lambda: {TORCH: norm.torch_one_shot()})
+    add(FLASHINFER, lambda: FlashInfer(norm).calls())
 
 
 def measure(ranks: Ranks, tokens: int, width: int, rounds: int, forced: dict[str, to.TorchComm]) -> dict[str, Any]:

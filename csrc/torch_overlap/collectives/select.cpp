@@ -32,10 +32,10 @@ struct Limits {
   size_t max_two_shot_bytes = 0;
   size_t min_bulk_bytes = 0;        // bulk copies are as fast as Simple, on fewer SMs
   size_t max_norm_bytes = 0;        // all_reduce with an RMSNorm in the kernel
-  size_t max_norm_ll128_bytes = 0;  // the same by LL128, if the links support it
-  size_t max_norm_ll128_one_scale_bytes =
-      0;                         // the same if rows are quantized with one scale per tensor or row
-  size_t max_norm_ll_bytes = 0;  // the same by LL
+  size_t max_norm_ll128_bytes = 0;  // by LL128, if the links support it
+  // By LL128, if rows are quantized with one scale per tensor or per row.
+  size_t max_norm_ll128_one_scale_bytes = 0;
+  size_t max_norm_ll_bytes = 0;  // by LL
   // In-place kernels over windows, if the communicator has any. Below this size the exchange of
   // addresses costs more than the copies that it saves.
   size_t min_zero_copy_bytes = 0;

@@ -24,6 +24,7 @@ def test_tokens_are_those_of_one_rank(launcher):
     (("--new", "0"), "expected --new of at least 1, got 0"),
     (("--batches", "2,0"), "expected --batches of at least 1, got 0"),
     (("--sums", "torch"), "expected --sums without torch on cpu"),
+    (("--sums", "fused,flashinfer"), "expected --sums without flashinfer on cpu"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(launcher, options, expected):
     program = launcher.fork(EXAMPLES / "decode_llama.py", "--device", "cpu", *options)

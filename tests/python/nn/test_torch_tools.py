@@ -69,7 +69,7 @@ def ranks_that_skip(where: Any, scaler: torch.amp.GradScaler, names: tuple[str, 
     if rank == comm.get_size() - 1:
         local_of(grad)[0, 0] = float("inf")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch: of a found_inf with one element
+        warnings.simplefilter("ignore")  # torch warns of its own tensor with one element
         scaler.step(optimizer)
     scale = scaler.get_scale()
     scaler.update()
