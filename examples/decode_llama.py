@@ -28,6 +28,7 @@ from torch_overlap.tools.bench import result
 
 LOGITS_TOLERANCE = 2e-2  # of 16-bit models: the error over the norm of the logits
 ROUNDS = 5
+PART_CALLS = 20
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,6 +48,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--algorithm", default="auto", help="of the fused form (default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if every rank of this host can have a GPU, else cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on cpu, else bfloat16")
+    add("--parts", action="store_true",
+        help="also time what a step computes: its products, its attention and its sums, each alone")  # fmt: skip
     add("--no-check", action="store_true", help="do not compare with one rank")
     add("--out", type=Path, help="also write the rates to a file in this folder")
     add("--seed", type=int, default=0)
@@ -88,6 +91,22 @@ def seconds_of(decoder: Decoder, prompt: Tensor, new: int, chunk: int) -> tuple[
         wait(decoder.comm)
         times.append(time.perf_counter() - began)
     return times[0], (times[1] - times[0]) / max(new - 1, 1)
+
+
+def us_of_parts(decoder: Decoder, batch: int) -> dict[str, float]:
+    """Returns the microseconds of all products of a step, of its attention, and of the sums over the ranks."""
+    times = {}
+    for name, part in decoder.parts(batch).items():
+        found = []
+        for _ in range(ROUNDS + 1):
+            wait(decoder.comm)
+            began = time.perf_counter()
+            for _ in range(PART_CALLS):
+                part()
+            wait(decoder.comm)
+            found.append((time.perf_counter() - began) * 1e6 / PART_CALLS)
+        times[name] = statistics.median(found[1:])
+    return times
 
 
 def prefill_row(decoder: Decoder, count: int) -> dict[str, float]:
@@ -170,8 +189,14 @@ def main() -> int:
         for kind, (begin, each) in medians.items():
             ratio = medians[kinds[-1]][1] / each
             if shown:
-                print(f"batch {batch:3}  {kind:5}  {batch / each:10,.0f} tokens/s  {each * 1e6:9,.0f} us a step  "
+                print(f"batch {batch:3}  {kind:10}  {batch / each:10,.0f} tokens/s  {each * 1e6:9,.0f} us a step  "
                       f"{ratio:.2f} x {kinds[-1]}  first token after {begin * 1e3:,.1f} ms", flush=True)  # fmt: skip
+        if args.parts:
+            rows[-1]["parts_us"] = parts = us_of_parts(first, batch)
+            if shown:
+                each = ", ".join(f"{name} {us:,.0f} us" for name, us in parts.items())
+                print(f"batch {batch:3}  alone: {each}; the step takes "
+                      f"{medians[kinds[0]][1] * 1e6 / sum(parts.values()):.2f} of their sum", flush=True)  # fmt: skip
     for count in prefills:
         us = prefill_row(first, count)
         rows.append({"model": weights.shape.name, "layers": weights.shape.layers, "dtype": args.dtype, "batch": 1,

@@ -5,9 +5,10 @@ Rank r of n holds 1/n of every matrix and of the cache. Rows of tokens are on al
     h [B, D]                                   the residual stream, x = norm(h)
     q, k, v = x [wq; wk; wv]^T                 1/n of the heads, joined in one product
     x, h = norm(h + sum of ranks(attention wo^T))
+    gate, up = x [wgate; wup]^T
     x, h = norm(h + sum of ranks(silu(gate) * up wdown^T))
 
-`Sums` has the product, the sum over the ranks, the residual and the norm in one operator
+`Sums` has a product, the sum over the ranks, the residual, the norm and the product after it in one operator
 (ops.matmul_all_reduce_rms_norm); its other forms are what it is measured against. Prompts of many rows are read with
 1/n of the rows on each rank between the products (sequence parallelism): the sums scatter rows, and the next product
 gathers them.
@@ -16,6 +17,8 @@ gathers them.
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +32,7 @@ from torch import Tensor
 import torch_overlap as to
 from llama.weights import LAYER, Weights
 
-Sum = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Sum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 # Prompts of at least SEQUENCE_ROWS / ranks rows are read with sequence parallelism. It is faster from there on
 # (decode_llama-h200-tp4-2026-11-28.json).
 SEQUENCE_ROWS = 4096
@@ -37,8 +40,9 @@ MAX_FLASHINFER_ROWS = 256  # of FlashInfer's workspace
 
 
 class Sums:
-    """How a product is summed over the ranks, and normalized with the residual: (x, weight, residual, gain) ->
-    (norm(h) * gain, h) with h = residual + the sum.
+    """How a product is summed over the ranks, normalized with the residual, and multiplied by the next weight:
+    (x, weight, residual, gain, next_weight) -> ((norm(h) * gain) next_weight^T, h) with h = residual + the sum. Without
+    a next weight the first is norm(h) * gain.
 
     kind:
         "fused": one operator, whose kernels are those of `algorithm`.
@@ -58,39 +62,49 @@ class Sums:
         self.flashinfer_workspace: Any = None  # the tensor of its addresses
         self.run: Sum = getattr(self, f"_{kind}")
 
-    def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-        return self.run(x, weight, residual, gain)
+    def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
+                 next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return self.run(x, weight, residual, gain, next_weight)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Multiplies the normalized rows by a part of a weight's rows."""
         return F.linear(x, weight)
 
-    def _fused(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    def _fused(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
+               next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         return to.ops.matmul_all_reduce_rms_norm(
-            x, weight, residual, gain, self.comm, eps=self.eps, algorithm=self.algorithm
+            x, weight, residual, gain, self.comm, eps=self.eps, algorithm=self.algorithm, next_weight=next_weight
         )
 
-    def _then_norm(self, total: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = residual + total
-        return F.rms_norm(hidden, (hidden.shape[-1],), gain, self.eps), hidden
+    def _then_product(self, rows: Tensor, next_weight: Tensor | None) -> Tensor:
+        return rows if next_weight is None else self.product(rows, next_weight)
 
-    def _nccl(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    def _then_norm(self, total: Tensor, residual: Tensor, gain: Tensor,
+                   next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+        hidden = residual + total
+        rows = F.rms_norm(hidden, (hidden.shape[-1],), gain, self.eps)
+        return self._then_product(rows, next_weight), hidden
+
+    def _nccl(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
+             next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         total = F.linear(x, weight)
         self.comm.all_reduce(total, to.ReduceOp.SUM, async_op=False, hints={"custom_collectives": "off"})
-        return self._then_norm(total, residual, gain)
+        return self._then_norm(total, residual, gain, next_weight)
 
-    def _torch(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    def _torch(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
+              next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         buffer = self.symmetric_like(residual)
         torch.mm(x, weight.t(), out=buffer)
         total = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        return self._then_norm(total, residual, gain)
+        return self._then_norm(total, residual, gain, next_weight)
 
-    def _flashinfer(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    def _flashinfer(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
+                   next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         from flashinfer import comm as flashinfer
 
         rows, features = residual.shape
         if rows > MAX_FLASHINFER_ROWS:
-            return self._nccl(x, weight, residual, gain)
+            return self._nccl(x, weight, residual, gain, next_weight)
         rank, size = self.comm.get_rank(), self.comm.get_size()
         if self.flashinfer_workspace is None:  # collective
             _, self.flashinfer_workspace = flashinfer.trtllm_create_ipc_workspace_for_all_reduce_fusion(
@@ -104,7 +118,7 @@ class Sums:
             allreduce_out=None, residual_in=residual, residual_out=hidden, norm_out=norm, quant_out=None,
             scale_out=None, rms_gamma=gain, rms_eps=self.eps, scale_factor=None, layout_code=None,
         )  # fmt: skip
-        return norm, hidden
+        return self._then_product(norm, next_weight), hidden
 
     def symmetric_like(self, rows: Tensor) -> Tensor:
         """Returns a buffer that all ranks have mapped. Collective at the first use of a shape."""
@@ -124,9 +138,10 @@ class ScatteredSums(Sums):
     def __init__(self, comm: to.TorchComm, eps: float, algorithm: str = "auto") -> None:
         super().__init__("fused", comm, eps, algorithm)
 
-    def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
+                 next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         total = to.ops.matmul_reduce_scatter(x, weight, self.comm, algorithm=self.algorithm)
-        return self._then_norm(total, residual, gain)
+        return self._then_norm(total, residual, gain, next_weight)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         (result,), _ = to.ops.all_gather_matmul(x, [weight], self.comm, algorithm=self.algorithm)
@@ -168,10 +183,12 @@ class Decoder:
             if getattr(self.shape, what) % ranks != 0:
                 raise ValueError(f"decode_llama: expected {what} divisible by the {ranks} ranks, got "
                                  f"{getattr(self.shape, what)}. Use another model or number of ranks.")  # fmt: skip
-        self.heads, self.kv_heads = self.shape.heads // ranks, self.shape.kv_heads // ranks
+        self.kv_heads = self.shape.kv_heads // ranks
         self.width = self.shape.hidden // self.shape.heads
         self.eps = weights.eps
         self.angles_of = partial(rotation_angles, width=self.width, base=weights.rope_base)
+        # Single kernels for all that is around its products would take a third of a step.
+        self.attend_one = torch.compile(attend_one, dynamic=False) if self.device.type == "cuda" else attend_one
         self.sums = Sums(sums, comm, weights.eps, algorithm)
         self.scattered = ScatteredSums(comm, weights.eps, algorithm)
         self.sequence_rows = sequence_rows or SEQUENCE_ROWS // ranks
@@ -231,21 +248,12 @@ class Decoder:
 
     # --- Forward
 
-    def attention(self, layer: Layer, qkv: Tensor, batch: int, positions: Tensor) -> Tensor:
-        """qkv [batch * T, features], of the tokens at `positions` [T] of every sequence. Returns this rank's heads."""
-        count = positions.numel()
-        width, heads, kv = self.width, self.heads, self.kv_heads
-        qkv = qkv.view(batch, count, heads + 2 * kv, width).transpose(1, 2)
-        q, k, v = qkv.split((heads, kv, kv), 1)
-        angles = self.angles[:, positions]
-        layer.keys[:batch].index_copy_(2, positions, rotate(k, angles))
-        layer.values[:batch].index_copy_(2, positions, v)
-        # The queries of a group of heads share keys: they are rows of one product.
-        group = heads // kv
-        q = rotate(q, angles).reshape(batch, kv, group * count, width)
-        mask = self.is_past[positions].repeat(group, 1)
-        out = F.scaled_dot_product_attention(q, layer.keys[:batch], layer.values[:batch], attn_mask=mask)
-        return out.view(batch, heads, count, width).transpose(1, 2).reshape(batch * count, heads * width)
+    def attention(self, layer: Layer, qkv: Tensor, batch: int, positions: Tensor, angles: Tensor,
+                  mask: Tensor) -> Tensor:  # fmt: skip
+        """qkv [batch * T, features], of the tokens at `positions` [T] of every sequence, with their angles of rotation
+        and the past of each. Returns this rank's heads."""
+        function = self.attend_one if positions.numel() == 1 else attend
+        return function(qkv, layer.keys[:batch], layer.values[:batch], positions, angles, mask)
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Returns the normalized rows [B * T, D] after all layers of tokens [B, T], and extends the cache."""
@@ -255,12 +263,16 @@ class Decoder:
         if sums is self.scattered:
             residual = residual.chunk(ranks)[self.comm.get_rank()]
         x = F.rms_norm(residual, (self.shape.hidden,), self.layers[0].norm, self.eps)
-        next_norms = [*(layer.norm for layer in self.layers[1:]), self.norm]
-        for layer, next_norm in zip(self.layers, next_norms, strict=True):
-            heads = self.attention(layer, sums.product(x, layer.qkv), batch, positions)
-            x, residual = sums(heads, layer.o, residual, layer.after_norm)
-            active = to.ops.swiglu(sums.product(x, layer.gate_up))
-            x, residual = sums(active, layer.down, residual, next_norm)
+        angles, mask = self.angles[:, positions], self.is_past[positions]
+        qkv = sums.product(x, self.layers[0].qkv)
+        for layer, next_layer in itertools.zip_longest(self.layers, self.layers[1:]):
+            heads = self.attention(layer, qkv, batch, positions, angles, mask)
+            gate_up, residual = sums(heads, layer.o, residual, layer.after_norm, layer.gate_up)
+            active = to.ops.swiglu(gate_up)
+            if next_layer is None:
+                x, _ = sums(active, layer.down, residual, self.norm, None)
+            else:
+                qkv, residual = sums(active, layer.down, residual, next_layer.norm, next_layer.qkv)
         return to.ops.all_gather(x, self.comm) if sums is self.scattered else x
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -303,19 +315,45 @@ class Decoder:
             if self.device.type != "cuda":
                 self.graphs[batch] = (lambda: self.step(*state), *state)
             else:
-                self.graphs[batch] = (self._capture(state), *state)
+                self.graphs[batch] = (self._capture(partial(self.step, *state)), *state)
         return self.graphs[batch]
 
-    def _capture(self, state: tuple[Tensor, Tensor, Tensor]) -> Callable[[], object]:
+    def _capture(self, function: Callable[[], object]) -> Callable[[], object]:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self.step(*state)  # libraries allocate their workspaces, operators their buffers
+            function()  # libraries allocate their workspaces, operators their buffers
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.step(*state)
+            function()
         return graph.replay
+
+    @torch.inference_mode()
+    def parts(self, batch: int) -> dict[str, Callable[[], object]]:
+        """Returns what a step computes, each part alone as a CUDA graph, or a function on a CPU: torch's products, the
+        attention of all layers, and the sums of the ranks. Collective, as are the sums."""
+        draw = partial(torch.randn, device=self.device, dtype=self.dtype)
+        weights = [weight for layer in self.layers for weight in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        weights.append(self.head)
+        inputs = {weight.size(1): draw(batch, weight.size(1)) for weight in weights}
+        qkv, hidden = draw(batch, self.layers[0].qkv.size(0)), torch.zeros_like(inputs[self.shape.hidden])
+        position = torch.zeros(1, dtype=torch.long, device=self.device)
+
+        def products() -> None:
+            for weight in weights:
+                F.linear(inputs[weight.size(1)], weight)
+
+        def attention() -> None:
+            for layer in self.layers:
+                self.attention(layer, qkv, batch, position, self.angles[:, position], self.is_past[position])
+
+        def sums() -> None:
+            for _ in range(2 * len(self.layers)):
+                self.comm.all_reduce(hidden, to.ReduceOp.SUM, async_op=False)
+
+        parts = {"products": products, "attention": attention, "sums": sums}
+        return {name: self._capture(part) if self.device.type == "cuda" else part for name, part in parts.items()}
 
     @torch.inference_mode()
     def generate(self, prompt: Tensor, new: int, chunk: int = 512) -> Tensor:
@@ -343,6 +381,49 @@ class Decoder:
         """Returns the logits [B, T, V] after each of the tokens [B, T]."""
         rows = self.hidden(tokens, torch.arange(tokens.size(1), device=self.device))
         return self.logits(rows).view(*tokens.shape, -1)
+
+
+def extend_cache(qkv: Tensor, keys: Tensor, values: Tensor, positions: Tensor, angles: Tensor) -> Tensor:
+    """Writes the keys and values of T tokens of each sequence to a cache, and returns their queries.
+
+    Args:
+        qkv: [B * T, (heads + 2 * kv) * width], the rows of a sequence one after the other.
+        keys, values: [B, kv, tokens, width].
+        positions: [T], of the tokens.
+        angles: [2, T, width / 2], cosines and sines.
+
+    Returns: [B, kv, heads / kv * T, width]. The queries of a group of heads share keys: they are rows of one product.
+    """
+    batch, kv, _, width = keys.shape
+    count = positions.numel()
+    qkv = qkv.view(batch, count, -1, width).transpose(1, 2)
+    heads = qkv.size(1) - 2 * kv
+    q, k, v = qkv.split((heads, kv, kv), 1)
+    keys.index_copy_(2, positions, rotate(k, angles))
+    values.index_copy_(2, positions, v)
+    return rotate(q, angles).reshape(batch, kv, -1, width)
+
+
+def attend(qkv: Tensor, keys: Tensor, values: Tensor, positions: Tensor, angles: Tensor,
+           mask: Tensor) -> Tensor:  # fmt: skip
+    """Extends a cache (extend_cache) and attends to it. mask: [T, tokens], True for a token's past. Returns
+    [B * T, heads * width]."""
+    batch, kv, _, width = keys.shape
+    count = positions.numel()
+    q = extend_cache(qkv, keys, values, positions, angles)
+    group = q.size(2) // count
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask.repeat(group, 1))
+    return out.view(batch, kv * group, count, width).transpose(1, 2).reshape(batch * count, -1)
+
+
+def attend_one(qkv: Tensor, keys: Tensor, values: Tensor, positions: Tensor, angles: Tensor,
+               mask: Tensor) -> Tensor:  # fmt: skip
+    """The same for one token of each sequence. Compiled, it is two products and a few kernels, of which scaled dot
+    product attention would be more."""
+    q = extend_cache(qkv, keys, values, positions, angles)
+    scores = (q @ keys.transpose(-1, -2)).float() * keys.size(-1) ** -0.5
+    weights = torch.softmax(scores.masked_fill(~mask, -math.inf), -1).to(q.dtype)
+    return (weights @ values).reshape(keys.size(0), -1)
 
 
 def rotation_angles(tokens: int, width: int, base: float) -> Tensor:

@@ -61,6 +61,14 @@ struct GemmEpilogue {
   at::Tensor residual{};
 };
 
+// Begin of a product of few rows, which is bound by loading rhs, on devices whose kernel for it can
+// start while the last kernel on the current stream still runs.
+enum class EarlyStart {
+  none,       // after that kernel, by a kernel for all products
+  waits,      // it starts, and waits for that kernel to end
+  loads_rhs,  // it loads rhs. That kernel does not write rhs, and waits for those before it to end
+};
+
 struct GemmArgs {
   GemmOperand lhs;
   GemmOperand rhs;
@@ -83,6 +91,8 @@ struct GemmArgs {
   // Communication runs concurrently. The algorithm that is fastest without it need not be the
   // fastest then, so algorithms are not measured.
   bool overlaps_communication = false;
+  // Start of the kernel of a product with few rows.
+  EarlyStart early_start = EarlyStart::none;
   // Contiguous memory for the library, used from its first 256-byte boundary on. Undefined: a
   // cached workspace of the device and stream.
   at::Tensor workspace;

@@ -121,6 +121,8 @@ struct MatmulAllReduce {
 TORCH_OVERLAP_API Tensor matmul_all_reduce(const MatmulAllReduce& call);
 TORCH_OVERLAP_API void matmul_all_reduce_into(MatmulAllReduce call, const Tensor& result);
 
+// The normalized rows and those before the norm; with `next_weight` [n, k], in place of the first
+// their product with its transpose.
 struct AllReduceRmsNorm {
   using Result = std::tuple<Tensor, Tensor>;
   static constexpr const char* kName = "all_reduce_rms_norm";
@@ -131,7 +133,8 @@ struct AllReduceRmsNorm {
   std::string_view comm;
   int64_t group_size = 1;
   double eps = 1e-6;
-  TORCH_OVERLAP_FIELDS(x, residual, weight, bias, comm, group_size, eps);
+  std::optional<Tensor> next_weight{};
+  TORCH_OVERLAP_FIELDS(x, residual, weight, bias, comm, group_size, eps, next_weight);
 };
 TORCH_OVERLAP_API AllReduceRmsNorm::Result all_reduce_rms_norm(const AllReduceRmsNorm& call);
 
@@ -147,7 +150,9 @@ struct MatmulAllReduceRmsNorm {
   int64_t group_size = 1;
   double eps = 1e-6;
   std::string_view algorithm = "auto";
-  TORCH_OVERLAP_FIELDS(x, weight, bias, residual, norm_weight, comm, group_size, eps, algorithm);
+  std::optional<Tensor> next_weight{};
+  TORCH_OVERLAP_FIELDS(x, weight, bias, residual, norm_weight, comm, group_size, eps, algorithm,
+                       next_weight);
 };
 TORCH_OVERLAP_API MatmulAllReduceRmsNorm::Result matmul_all_reduce_rms_norm(
     const MatmulAllReduceRmsNorm& call);

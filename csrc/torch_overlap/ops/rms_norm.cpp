@@ -1,5 +1,6 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/rms_norm.h>
 
 #include <functional>
@@ -45,14 +46,58 @@ NormResults results_like(c10::SymIntArrayRef shape, const Tensor& like) {
   return {at::empty_symint(shape, like.options()), at::empty_symint(shape, like.options())};
 }
 
-// Applies the residual and the norm to a complete sum. Used if gradients are needed, or if the sum
-// was computed by another algorithm.
+// Applies the residual and the norm to a complete sum, and multiplies. Used if gradients are
+// needed.
 NormResults add_and_norm(const Tensor& sum, const Tensor& residual, const Tensor& norm_weight,
-                         double eps) {
+                         double eps, const std::optional<Tensor>& next_weight) {
   auto hidden = at::add(residual, sum);
   auto out = at::rms_norm_symint(hidden, {norm_weight.sym_size(0)}, norm_weight, eps);
+  if (next_weight) out = at::linear(out, *next_weight);
   return {std::move(out), std::move(hidden)};
 }
+
+template <typename Call>
+void check_next_weight(const Call& call, c10::SymIntArrayRef shape) {
+  if (!call.next_weight) return;
+  const Tensor& weight = *call.next_weight;
+  check_dtype(Call::kName, "next_weight", call.x, weight);
+  TORCH_OVERLAP_CHECK(
+      weight.dim() == 2 && shape.back().sym_eq(weight.sym_size(1)).expect_true(__FILE__, __LINE__),
+      kValue, Call::kName, ": expected next_weight [out_features, ", shape.back(),
+      "] for rows of shape ", shape, ", got shape ", weight.sym_sizes(),
+      ". Pass weight.t() if it is [in_features, out_features].");
+}
+
+// The product of the normalized rows with the next weight, if the call has one.
+class NextProduct {
+ public:
+  // Checks it, before anything is sent.
+  template <typename Call>
+  NextProduct(const Call& call, const Tensor& rows) {
+    if (!call.next_weight) return;
+    c10::SymDimVector shape(rows.sym_sizes());
+    shape.back() = call.next_weight->sym_size(0);
+    out_ = at::empty_symint(shape, rows.options());
+    if (is_shape_only(rows)) return;
+    const auto matrix = [](const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : as_rows(t); };
+    GemmArgs args;
+    args.lhs = {.data = matrix(rows)};
+    args.rhs = transposed_operand(*call.next_weight);
+    args.out = matrix(out_);
+    // The kernel before it normalizes, and waits for all that was enqueued before this call.
+    args.early_start = EarlyStart::loads_rhs;
+    product_.emplace(Call::kName, std::move(args));
+  }
+  void run() const {
+    if (product_) product_->run();
+  }
+  // Returns the product, or the rows if there is no next weight.
+  Tensor result_of(const Tensor& rows) const { return out_.defined() ? out_ : rows; }
+
+ private:
+  Tensor out_;
+  std::optional<Product> product_;
+};
 
 RmsNorm norm_of(const Tensor& residual, const Tensor& residual_out, const Tensor& norm_weight,
                 const std::optional<Tensor>& bias, double eps) {
@@ -80,6 +125,7 @@ void check_all_reduce(const Call& call) {
                         ". Flatten it.");
     check_size(kOp, "bias", x.sym_size(-1), call.bias->sym_size(0));
   }
+  if constexpr (requires { call.next_weight; }) check_next_weight(call, x.sym_sizes());
 }
 
 // Returns the quantization that the backend of the communicator does. None for the plain operators.
@@ -101,8 +147,12 @@ bool run_all_reduce(const Call& call, const Tensor& out, const Tensor& hidden,
 NormResults all_reduce_rms_norm_kernel(const AllReduceRmsNorm& call) {
   check_all_reduce(call);
   auto [out, hidden] = results_like(call.x.sym_sizes(), call.x);
-  if (!is_shape_only(call.x)) run_all_reduce(call, out, hidden, no_quantization);
-  return {std::move(out), std::move(hidden)};
+  const NextProduct next(call, out);
+  if (!is_shape_only(call.x)) {
+    run_all_reduce(call, out, hidden, no_quantization);
+    next.run();
+  }
+  return {next.result_of(out), std::move(hidden)};
 }
 
 NormResults all_reduce_rms_norm_autograd(const AllReduceRmsNorm& call) {
@@ -113,7 +163,7 @@ NormResults all_reduce_rms_norm_autograd(const AllReduceRmsNorm& call) {
   check_all_reduce(call);
   auto sum = ops::all_reduce(call.x, "sum", call.comm, call.group_size);
   if (call.bias) sum = at::add(sum, *call.bias);
-  return add_and_norm(sum, call.residual, call.weight, call.eps);
+  return add_and_norm(sum, call.residual, call.weight, call.eps, call.next_weight);
 }
 
 // --- matmul_all_reduce_rms_norm ------------------------------------------------------------------
@@ -130,6 +180,7 @@ c10::SymDimVector check_matmul(const Call& call) {
   c10::SymDimVector shape(call.x.sym_sizes());
   shape.back() = call.weight.sym_size(0);
   check_norm_operands(kOp, shape, call.x, call.residual, call.norm_weight, call.eps);
+  if constexpr (requires { call.next_weight; }) check_next_weight(call, shape);
   return shape;
 }
 
@@ -144,17 +195,20 @@ MatmulAllReduce without_norm(const Call& call) {
 }
 
 // Returns the algorithm of the product and its sum. The measurement is of a sum without a norm.
-// With a norm after it, one kernel that does both is faster than a sum that saves a copy of its
-// operand.
+// With a norm after it, one kernel that sums and normalizes is faster than a sum that saves a copy
+// of its operand or, of few bytes, is part of the product's kernel.
 std::optional<Algorithm> choose_with_norm(const AllReduceProduct& product,
                                           std::string_view algorithm) {
+  constexpr size_t kMaxBytes = size_t{512} << 10;
+  const auto has_it_in_its_kernel = [&](Algorithm chosen) {
+    return algorithm == "auto" &&
+           (chosen == Algorithm::low_latency ||
+            (chosen == Algorithm::fused && product.out.nbytes() <= kMaxBytes));
+  };
   auto chosen = choose_forward(problem_of(product), algorithm, product.comm);
-  if (chosen == Algorithm::low_latency && algorithm != "low_latency") {
-    chosen = Algorithm::sequential;
-  }
+  if (chosen && has_it_in_its_kernel(*chosen)) chosen = Algorithm::sequential;
   ExplainScope* const scope = ExplainScope::current();
-  if (scope != nullptr && scope->choice->algorithm == Algorithm::low_latency &&
-      algorithm != "low_latency") {
+  if (scope != nullptr && has_it_in_its_kernel(scope->choice->algorithm)) {
     scope->choice = {Algorithm::sequential,
                      "what was measured as the quickest is the sum without the norm, which this "
                      "has in its kernel",
@@ -180,6 +234,7 @@ bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
     return true;
   }
   product.gemm.out = product.out;
+  product.gemm.early_start = EarlyStart::waits;
   Product(Call::kName, std::move(product.gemm)).run();
   comm->all_reduce_rms_norm(out, norm);
   return true;
@@ -187,8 +242,9 @@ bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
 
 NormResults matmul_all_reduce_rms_norm_kernel(const MatmulAllReduceRmsNorm& call) {
   auto [out, hidden] = results_like(check_matmul(call), call.x);
-  if (!is_shape_only(call.x)) run_matmul(call, out, hidden, no_quantization);
-  return {std::move(out), std::move(hidden)};
+  const NextProduct next(call, out);
+  if (!is_shape_only(call.x) && run_matmul(call, out, hidden, no_quantization)) next.run();
+  return {next.result_of(out), std::move(hidden)};
 }
 
 NormResults matmul_all_reduce_rms_norm_autograd(const MatmulAllReduceRmsNorm& call) {
@@ -198,7 +254,7 @@ NormResults matmul_all_reduce_rms_norm_autograd(const MatmulAllReduceRmsNorm& ca
   }
   check_matmul(call);
   return add_and_norm(ops::matmul_all_reduce(without_norm(call)), call.residual, call.norm_weight,
-                      call.eps);
+                      call.eps, call.next_weight);
 }
 
 // --- Quantized rows ------------------------------------------------------------------------------

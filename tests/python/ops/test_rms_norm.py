@@ -17,11 +17,12 @@ def norm(hidden, weight):
     return hidden * (hidden.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
-def check_norm(results, hidden, weight):
-    """Checks h, and the norm as that of the returned h."""
+def check_norm(results, hidden, weight, next_weight=None):
+    """Checks h, and the norm as that of the returned h, or its product."""
     out, got = results
     check(got, hidden)
-    check(out, norm(got.double(), weight.double()))
+    expected = norm(got.double(), weight.double())
+    check(out, expected if next_weight is None else expected @ next_weight.double().t())
     assert out.is_contiguous()
     assert got.is_contiguous()
 
@@ -34,6 +35,10 @@ def all_reduce_rank(comm, number, shape, dtype):
     total = residual.double() + sum(x.double() for x in xs)
     check_norm(ops.all_reduce_rms_norm(xs[me], residual, weight, comm, eps=EPS), total, weight)
     check_norm(ops.all_reduce_rms_norm(xs[me], residual, weight, comm, bias, eps=EPS), total + bias.double(), weight)
+    for rows in (3, 0):
+        after = data(rows, shape[-1])
+        result = ops.all_reduce_rms_norm(xs[me], residual, weight, comm, bias, eps=EPS, next_weight=after)
+        check_norm(result, total + bias.double(), weight, after)
     strided = [torch.stack([t, t], -1)[..., 0] for t in (xs[me], residual, weight)]
     check_norm(ops.all_reduce_rms_norm(*strided, comm, eps=EPS), total, weight)
     for t, before in zip((xs[me], residual), kept, strict=True):
@@ -54,13 +59,15 @@ def matmul_rank(comm, algorithm, number, shape, dtype):
     residual, norm_weight, bias = data(*shape[:-1], 6), data(6), data(6)
     total = residual.double() + sum(x.double() @ w.double().t() for x, w in zip(xs, weights, strict=True))
 
-    def call(*bias):
+    def call(*bias, **options):
         return ops.matmul_all_reduce_rms_norm(
-            xs[me], weights[me], residual, norm_weight, comm, *bias, eps=EPS, algorithm=algorithm
+            xs[me], weights[me], residual, norm_weight, comm, *bias, eps=EPS, algorithm=algorithm, **options
         )
 
     check_norm(call(), total, norm_weight)
     check_norm(call(bias), total + bias.double(), norm_weight)
+    for after in (data(4, 6), data(6, 4).t()):
+        check_norm(call(bias, next_weight=after), total + bias.double(), norm_weight, after)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -73,8 +80,8 @@ def test_matmul_all_reduce_rms_norm(size, algorithm, shape, dtype, seed):
 
 def all_reduce_gradients(comm, parts):
     def run(leaves):
-        x, bias, residual, gain = leaves
-        return ops.all_reduce_rms_norm(x, residual, gain, comm, bias, eps=EPS)
+        x, bias, residual, gain, after = leaves
+        return ops.all_reduce_rms_norm(x, residual, gain, comm, bias, eps=EPS, next_weight=after)
 
     check_gradients(parts[comm.get_rank()], run)
 
@@ -83,12 +90,12 @@ def all_reduce_gradients(comm, parts):
 def test_gradients_of_all_reduce(size, seed):
     """Gradients of first and second order, of the sum of all ranks' losses."""
     data = Data(seed)
-    leaves = [[data(3, 4), data(4), data(3, 4), data(4)] for _ in range(size)]
+    leaves = [[data(3, 4), data(4), data(3, 4), data(4), data(5, 4)] for _ in range(size)]
 
     def reference(every):
         total = sum(x for x, *_ in every)
-        hidden = [residual + total + bias for _, bias, residual, _ in every]
-        return [[norm(h, gain), h] for h, (*_, gain) in zip(hidden, every, strict=True)]
+        hidden = [residual + total + bias for _, bias, residual, *_ in every]
+        return [[F.linear(norm(h, gain), after), h] for h, (*_, gain, after) in zip(hidden, every, strict=True)]
 
     run_ranks(all_reduce_gradients, size, GradientProblem(data, leaves, reference).parts, backend="local")
 
@@ -108,8 +115,10 @@ def test_gradients_of_no_rows_are_zeros(size):
 
 def matmul_gradients(comm, algorithm, parts):
     def run(leaves):
-        x, w, bias, residual, gain = leaves
-        return ops.matmul_all_reduce_rms_norm(x, w, residual, gain, comm, bias, eps=EPS, algorithm=algorithm)
+        x, w, bias, residual, gain, after = leaves
+        return ops.matmul_all_reduce_rms_norm(
+            x, w, residual, gain, comm, bias, eps=EPS, algorithm=algorithm, next_weight=after
+        )
 
     check_gradients(parts[comm.get_rank()], run)
 
@@ -118,12 +127,12 @@ def matmul_gradients(comm, algorithm, parts):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_gradients_of_matmul(size, algorithm, seed):
     data = Data(seed)
-    leaves = [[data(3, 4), data(6, 4), data(6), data(3, 6), data(6)] for _ in range(size)]
+    leaves = [[data(3, 4), data(6, 4), data(6), data(3, 6), data(6), data(2, 6)] for _ in range(size)]
 
     def reference(every):
         total = sum(F.linear(x, w) for x, w, *_ in every)
-        hidden = [residual + total + bias for *_, bias, residual, _ in every]
-        return [[norm(h, gain), h] for h, (*_, gain) in zip(hidden, every, strict=True)]
+        hidden = [residual + total + bias for *_, bias, residual, _, _ in every]
+        return [[F.linear(norm(h, gain), after), h] for h, (*_, gain, after) in zip(hidden, every, strict=True)]
 
     on_ranks(matmul_gradients, size, algorithm, GradientProblem(data, leaves, reference).parts)
 
@@ -163,6 +172,12 @@ def test_what_does_not_fit_is_refused():
             weight,
         )
         refuses(InvalidValueError, "expected eps >= 0, got -1", x, residual, weight, eps=-1.0)
+        next_weight = r"expected next_weight \[out_features, 6\] for rows of shape \[4, 6\], got shape \[6, 5\]"
+        refuses(InvalidValueError, next_weight, x, residual, weight, next_weight=torch.randn(6, 5))
+        refuses(InvalidValueError, r"got shape \[6\]", x, residual, weight, next_weight=torch.randn(6))
+        refuses(InvalidTypeError, "next_weight", x, residual, weight, next_weight=torch.randn(5, 6).half())
+        with pytest.raises(InvalidValueError, match=next_weight):
+            ops.matmul_all_reduce_rms_norm(x, w, residual, weight, comm, next_weight=torch.randn(6, 5))
         with pytest.raises(InvalidValueError, match="bias"):
             ops.all_reduce_rms_norm(x, residual, weight, comm, weight[:2])
         with pytest.raises(InvalidValueError, match="algorithm"):
@@ -177,7 +192,7 @@ def test_autocast_casts_all_operands():
     def rank(comm):
         x, w, residual, gain = torch.randn(4, 6), torch.randn(8, 6), torch.randn(4, 8), torch.randn(8)
         with torch.autocast("cpu", torch.bfloat16):
-            out, hidden = ops.matmul_all_reduce_rms_norm(x, w, residual, gain, comm)
+            out, hidden = ops.matmul_all_reduce_rms_norm(x, w, residual, gain, comm, next_weight=torch.randn(5, 8))
         assert out.dtype == hidden.dtype == torch.bfloat16
 
     run_ranks(rank, 2, backend="local")

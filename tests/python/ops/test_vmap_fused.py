@@ -59,6 +59,7 @@ def vmap_rank(comm, algorithm, batch_dim):
         batch_dim,
     )
     compare(lambda x: ops.all_reduce_rms_norm(residual, x, gain, comm, bias), draw(4, 6), batch_dim)
+    compare(lambda x: ops.all_reduce_rms_norm(residual, x, gain, comm, next_weight=w.t()[:6]), draw(4, 6), batch_dim)
     compare(lambda x: ops.all_to_all_matmul(x, torch.ones(3, 8 * size), comm, algorithm=algorithm),
             draw(2 * size, 8), batch_dim)  # fmt: skip
     compare(lambda x: ops.matmul_all_to_all(x, [v, v], comm, algorithm=algorithm), draw(4, 8), batch_dim)

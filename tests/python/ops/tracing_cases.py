@@ -66,13 +66,18 @@ def calls(size, comm=NOBODY, root=0):
         ),
         "matmul_all_reduce_rms_norm 1": (
             raw.matmul_all_reduce_rms_norm,
-            [(4, 6), (5, 6), (4, 5), (5,)],
-            lambda x, w, residual, g: (x, w, None, residual, g, comm, size, 1e-5, "sequential"),
+            [(4, 6), (5, 6), (4, 5), (5,), (3, 5)],
+            lambda x, w, residual, g, after: (x, w, None, residual, g, comm, size, 1e-5, "sequential", after),
         ),
         "all_reduce_rms_norm": (
             raw.all_reduce_rms_norm,
             [(4, 6), (4, 6), (6,), (6,)],
             lambda x, residual, g, b: (x, residual, g, b, comm, size, 1e-5),
+        ),
+        "all_reduce_rms_norm 1": (
+            raw.all_reduce_rms_norm,
+            [(2, 4, 6), (2, 4, 6), (6,), (3, 6)],
+            lambda x, residual, g, after: (x, residual, g, None, comm, size, 1e-5, after),
         ),
         "all_to_all_matmul": (
             raw.all_to_all_matmul,
@@ -202,8 +207,9 @@ EXPECTED = {
     "matmul_reduce_scatter 1": [(3, 2, 5)],
     "matmul_all_reduce": [(2, 4, 5)],
     "matmul_all_reduce_rms_norm": [(2, 4, 5), (2, 4, 5)],
-    "matmul_all_reduce_rms_norm 1": [(4, 5), (4, 5)],
+    "matmul_all_reduce_rms_norm 1": [(4, 3), (4, 5)],
     "all_reduce_rms_norm": [(4, 6), (4, 6)],
+    "all_reduce_rms_norm 1": [(2, 4, 3), (2, 4, 6)],
     "all_to_all_matmul": [(2, 3, 5)],
     "matmul_all_to_all": [(8, 2), (8, 3)],
     "matmul_all_to_all 1": [(8, 3, 2)],

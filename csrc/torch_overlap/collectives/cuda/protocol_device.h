@@ -4,6 +4,7 @@
 
 #include "torch_overlap/collectives/cuda/kernels.h"
 #include "torch_overlap/collectives/cuda/words_device.h"
+#include "torch_overlap/common/cuda/dependent_launch_device.h"
 #include "torch_overlap/symm/cuda/wait_device.h"
 
 // Common code of the custom collective kernels. For .cu files.
@@ -21,18 +22,6 @@ inline constexpr int kMinBlocksPerSm = Case::kMaxRanks == 2 ? 4 : 2;
 // The host's watchdog reports late operations. The device reports them this much later, for graph
 // replays, which the host does not watch.
 inline constexpr uint64_t kGraceNs = 1'000'000'000;
-
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_kernel_launch() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // --- A block's part of an operation --------------------------------------------------------------
 
@@ -328,9 +317,18 @@ __device__ __forceinline__ bool await_flags(const CollectiveParams& p, const Blo
 
 // --- Launching -----------------------------------------------------------------------------------
 
+inline int greatest_priority() {
+  static const int priority = [] {
+    int least = 0;
+    int greatest = 0;
+    return cudaDeviceGetStreamPriorityRange(&least, &greatest) == cudaSuccess ? greatest : 0;
+  }();
+  return priority;
+}
+
 template <typename Kernel, typename... Params>
 cudaError_t launch_kernel(Kernel kernel, const LaunchConfig& launch, const Params&... params) {
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   unsigned int count = 0;
   if (launch.dependent) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -339,6 +337,10 @@ cudaError_t launch_kernel(Kernel kernel, const LaunchConfig& launch, const Param
   if (launch.cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {launch.cluster, 1, 1};
+  }
+  if (launch.is_urgent) {
+    attributes[count].id = cudaLaunchAttributePriority;
+    attributes[count++].val.priority = greatest_priority();
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);

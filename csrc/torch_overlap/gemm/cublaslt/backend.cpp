@@ -103,20 +103,28 @@ void run_dequantized(cublasLtHandle_t handle, const GemmProblem& problem) {
   GemmRunner(handle, unscaled).run();
 }
 
+std::optional<sm90::Problem> custom_kernel_problem_of(const GemmProblem& problem) {
+  const auto epilogue = fused_epilogue(problem);
+  if (!epilogue || problem.lhs.data.scalar_type() == at::kDouble) return std::nullopt;
+  const LtMatmulArgs call = make_matmul_args(problem, *epilogue, problem.args.out, {});
+  return custom_kernel_problem(call, call.d);
+}
+
+// Returns false if there is no kernel for it.
+bool run_early(const GemmProblem& problem) {
+  if (problem.args.early_start == EarlyStart::none) return false;
+  const auto product = custom_kernel_problem_of(problem);
+  return product && sm90::run_small_m(*product, problem.args.early_start == EarlyStart::loads_rhs);
+}
+
 void run_problem(cublasLtHandle_t handle, const GemmProblem& problem) {
+  if (run_early(problem)) return;
   if (problem.lhs.data.scalar_type() == at::kDouble) return run_double(problem);
   const auto* device = at::cuda::getCurrentDeviceProperties();
   const auto mode = problem.lhs.scaling;
   if (supports_scaling_mode(mode, device->major, device->minor))
     return GemmRunner(handle, problem).run();
   run_dequantized(handle, problem);
-}
-
-std::optional<sm90::Problem> custom_kernel_problem_of(const GemmProblem& problem) {
-  const auto epilogue = fused_epilogue(problem);
-  if (!epilogue || problem.lhs.data.scalar_type() == at::kDouble) return std::nullopt;
-  const LtMatmulArgs call = make_matmul_args(problem, *epilogue, problem.args.out, {});
-  return custom_kernel_problem(call, call.d);
 }
 
 class CublasLtGemm final : public GemmBackend {

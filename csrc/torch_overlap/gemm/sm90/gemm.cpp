@@ -11,7 +11,9 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/rounding.h"
+#include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/gemm/sm90/small_m_kernels.h"
 #include "torch_overlap/gemm/sm90/tensor_maps.h"
 #include "torch_overlap/gemm/sm90/tile_costs.h"
 #include "torch_overlap/gemm/sm90/types.h"
@@ -54,16 +56,19 @@ bool can_run(const Problem& product) {
          supports_tma_load(product.residual, product.out_type, product.residual_stride);
 }
 
-// Raises the kernel's shared memory limit on the current device, once.
+// Sets the limit and the preference of the kernel's shared memory on the current device, once.
 void set_max_shared_memory(const KernelInfo& kernel) {
   static std::mutex mutex;
   static auto* const loaded = new std::set<std::pair<const void*, c10::DeviceIndex>>;
   const std::pair key(kernel.kernel, c10::cuda::current_device());
   const std::lock_guard lock(mutex);
   if (loaded->contains(key)) return;
-  cuda::check(cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   kernel.shared_bytes),
-              "gemm: loading a kernel");
+  const cuda::RelaxedCapture relaxed;
+  const auto set = [&](cudaFuncAttribute attribute, int value) {
+    cuda::check(cudaFuncSetAttribute(kernel.kernel, attribute, value), "gemm: loading a kernel");
+  };
+  set(cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
+  set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   loaded->insert(key);
 }
 
@@ -131,6 +136,59 @@ void run(const Problem& product, const TileShape& tile_shape) {
     return launch_residual(*kernel, {params, residual}, blocks, stream);
   };
   cuda::check(launched(), "gemm: a kernel of our own");
+}
+
+namespace {
+
+// Clusters share a tile along k while every block has an SM of its own.
+SmallMKernelKey small_m_key(const Problem& product, bool loads_rhs_early) {
+  constexpr int64_t kFeatures = 64;
+  constexpr int64_t kDepth = 64;
+  const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const int64_t tiles = ceil_div(product.n, kFeatures);
+  const int64_t stages = ceil_div(product.k, kDepth);
+  SmallMKernelKey key{.type = element_type(product.out_type),
+                      .rows = static_cast<int>(product.m),
+                      .split_k = 1,
+                      .is_deep = false};
+  // At least split_k^2 stages: then no part of k is empty.
+  for (const int split : {2, 4}) {
+    if (split * tiles <= sms && split * split <= stages) key.split_k = split;
+  }
+  constexpr int64_t kMinDeepStages = 64;  // of less, most are loaded early by the other kernel too
+  key.is_deep = loads_rhs_early && key.split_k == 2 && stages >= kMinDeepStages;
+  return key;
+}
+
+}  // namespace
+
+bool run_small_m(const Problem& product, bool loads_rhs_early) {
+  const bool has_bias_type =
+      product.bias == nullptr || product.bias_type == element_type(product.out_type);
+  if (product.m > kMaxSmallMRows || is_8_bit(product.lhs_type) || !product.is_lhs_k_major ||
+      !product.is_rhs_k_major || product.gelu || product.residual != nullptr || !has_bias_type ||
+      !can_run(product)) {
+    return false;
+  }
+  const KernelInfo* const kernel = find_small_m_kernel(small_m_key(product, loads_rhs_early));
+  if (kernel == nullptr) return false;
+  set_max_shared_memory(*kernel);
+  SmallMGemmParams params{};
+  params.product.weight = make_tensor_map(product.rhs, product.rhs_type, product.n, product.k,
+                                          product.rhs_stride, kernel->columns);
+  params.product.rows = make_tensor_map(product.lhs, product.lhs_type, product.m, product.k,
+                                        product.lhs_stride, kernel->rows);
+  params.product.m = static_cast<int>(product.m);
+  params.product.n = static_cast<int>(product.n);
+  params.product.stages = static_cast<int>(ceil_div(product.k, kernel->depth));
+  params.out = product.out;
+  params.out_stride = product.out_stride;
+  params.bias = product.bias;
+  params.loads_weight_early = loads_rhs_early;
+  const auto blocks = static_cast<int>(ceil_div(product.n, kernel->columns) * kernel->cluster);
+  cuda::check(launch_small_m(*kernel, params, blocks, c10::cuda::getCurrentCUDAStream()),
+              "gemm: a kernel of our own");
+  return true;
 }
 
 }  // namespace torch_overlap::sm90

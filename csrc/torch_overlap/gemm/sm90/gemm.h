@@ -57,4 +57,10 @@ std::optional<TileShape> heuristic_tile_shape(const Problem& product);
 // Runs on the current stream. Capture-safe once the kernel has run on this device.
 void run(const Problem& product, const TileShape& tile_shape);
 
+// Runs a product of few rows by a K-major rhs [n, k], of one 16-bit type, by programmatic dependent
+// launch (small_m_kernels.cu). Capture-safe. Returns false if there is no kernel for it.
+// `loads_rhs_early`: the last kernel on the current stream waits for the one before it, and does
+// not write rhs.
+bool run_small_m(const Problem& product, bool loads_rhs_early);
+
 }  // namespace torch_overlap::sm90

@@ -109,19 +109,23 @@ const KernelInfo* find_kernel_instance_any_layout(const KernelKey& key) {
 }
 
 // `kernel` has the fields kernel, cluster, threads and shared_bytes, like KernelInfo.
+// `is_dependent`: by programmatic dependent launch.
 template <typename Info, typename Params>
-cudaError_t launch(const Info& kernel, const Params& params, int blocks, cudaStream_t stream) {
+cudaError_t launch(const Info& kernel, const Params& params, int blocks, cudaStream_t stream,
+                   bool is_dependent = false) {
   void* arguments[] = {const_cast<Params*>(&params)};
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned int>(kernel.cluster), 1, 1};
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned int>(kernel.cluster), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned int>(blocks));
   config.blockDim = dim3(static_cast<unsigned int>(kernel.threads));
   config.dynamicSmemBytes = static_cast<size_t>(kernel.shared_bytes);
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = is_dependent ? 2 : 1;
   return cudaLaunchKernelExC(&config, kernel.kernel, arguments);
 }
 

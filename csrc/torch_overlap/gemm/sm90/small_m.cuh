@@ -85,26 +85,41 @@ __device__ __forceinline__ void init_small_m(SharedBarriers<Config>& barriers) {
   }
 }
 
-// Runs on one thread.
+// Load stage i of this block's part of k to `to`; `full` counts the bytes. They run on one thread.
+template <typename Config>
+__device__ __forceinline__ void load_weight(const SmallMParams& p, const SmallMTile<Config>& place,
+                                            int i, uint32_t to, uint32_t full) {
+  const int depth = (place.first + i) * Config::kDepth;
+  if constexpr (Config::kIsWeightKMajor) {
+    tma_load_2d(to, &p.weight, full, depth, place.feature);
+  } else {
+#pragma unroll
+    for (int group = 0; group < Config::kNumMmaWarpgroups; ++group) {
+      tma_load_2d(to + group * 64 * 128, &p.weight, full, place.feature + 64 * group, depth);
+    }
+  }
+}
+template <typename Config>
+__device__ __forceinline__ void load_rows(const SmallMParams& p, const SmallMTile<Config>& place,
+                                          int i, uint32_t to, uint32_t full) {
+  tma_load_2d(to + Config::kWeightBytes, &p.rows, full, (place.first + i) * Config::kDepth, 0);
+}
+
+// Loads the stages from `begin` on, which is 0 or the number of stages in shared memory, or `count`
+// if that is less. Runs on one thread.
 template <typename Config>
 __device__ __forceinline__ void load_small_m(const SmallMParams& p, const SmallMTile<Config>& place,
-                                             uint32_t shared, SharedBarriers<Config>& barriers) {
+                                             uint32_t shared, SharedBarriers<Config>& barriers,
+                                             int begin = 0) {
   PipelineState<Config::kStages> at;
-  for (int i = 0; i < place.count; ++i, at.advance()) {
+  at.phase = begin == 0 ? 0 : 1;
+  for (int i = begin; i < place.count; ++i, at.advance()) {
     barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
     const uint32_t full = shared_address(&barriers.full[at.stage]);
     const uint32_t to = shared + at.stage * Config::kStageBytes;
-    const int depth = (place.first + i) * Config::kDepth;
     barrier_arrive_expect_tx(full, Config::kStageBytes);
-    if constexpr (Config::kIsWeightKMajor) {
-      tma_load_2d(to, &p.weight, full, depth, place.feature);
-    } else {
-#pragma unroll
-      for (int group = 0; group < Config::kNumMmaWarpgroups; ++group) {
-        tma_load_2d(to + group * 64 * 128, &p.weight, full, place.feature + 64 * group, depth);
-      }
-    }
-    tma_load_2d(to + Config::kWeightBytes, &p.rows, full, depth, 0);
+    load_weight<Config>(p, place, i, to, full);
+    load_rows<Config>(p, place, i, to, full);
   }
 }
 

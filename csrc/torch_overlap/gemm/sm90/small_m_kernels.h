@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "torch_overlap/gemm/sm90/kernels.h"
+
+// The plain GEMM of few rows (small_m.cuh), by programmatic dependent launch.
+namespace torch_overlap::sm90 {
+
+inline constexpr int kMaxSmallMRows = 32;
+
+struct SmallMGemmParams {
+  SmallMParams product;
+  void* out;
+  int64_t out_stride;  // in elements
+  const void* bias;    // [n] of the type of `out`; null: none
+  // Weights are loaded before the kernel before this one has ended, and rows after. If false,
+  // both are loaded after.
+  bool loads_weight_early;
+};
+
+struct SmallMKernelKey {
+  ElementType type;  // bf16 or f16, of all matrices
+  int rows;          // at most kMaxSmallMRows
+  int split_k;       // blocks of a cluster that share a tile along k: 1, 2 or 4
+  bool is_deep;      // nearly all of an SM's shared memory in place of nearly half of it
+};
+// `columns` are the features of a tile, `rows` the rows of a box of SmallMParams::rows. Returns
+// null if there is none.
+const KernelInfo* find_small_m_kernel(const SmallMKernelKey& key);
+
+cudaError_t launch_small_m(const KernelInfo& kernel, const SmallMGemmParams& params, int blocks,
+                           cudaStream_t stream);
+
+}  // namespace torch_overlap::sm90

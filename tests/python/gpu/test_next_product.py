@@ -1,0 +1,226 @@
+"""The product that follows all_reduce_rms_norm: its kernel loads the weight while the norm waits for the ranks."""
+
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from norm_cases import EPS, Problem, draw
+from small_cases import Poison
+
+import torch_overlap as to
+from torch_overlap import ops
+
+pytestmark = pytest.mark.gpu(2)
+MODES = ["auto", "ll", "ll128", "simple", "off"]
+# Rows, their length and features: one, two and four blocks of a cluster along k, more blocks than SMs, deep ones, tiles
+# and stages that end early, the most rows, and what other kernels multiply: more rows, features that are no multiple
+# of 8, nothing.
+SHAPES = [(1, 4096, 3072), (7, 1000, 200), (16, 4096, 14336), (17, 2048, 64), (32, 8192, 1536), (3, 64, 8),
+          (32, 512, 40), (5, 200, 72), (33, 4096, 3072), (2, 1024, 7), (0, 128, 64), (4, 128, 0), (1, 16384, 4096),
+          (8, 264, 9000)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def by_mode(make_comm):
+    return {mode: make_comm(f"next_{mode}", hints={"custom_collectives": mode}) for mode in MODES}
+
+
+def check_product(out, rows, weight):
+    """Compares with the product of the rows in fp64. Sums are in fp32; cuBLAS may round parts of them to 16 bits."""
+    exact = rows.double() @ weight.double().t()
+    size = exact.abs() + exact.square().mean().sqrt() if exact.numel() else exact
+    is_ours = out.dtype != torch.float32 and len(rows) <= 32 and weight.size(0) % 8 == 0 and weight.is_contiguous()
+    tolerance = torch.finfo(out.dtype).eps * (1 if is_ours else 2)
+    assert out.shape == exact.shape
+    assert ((out.double() - exact).abs() <= tolerance * size + 1e-5 * size).all()
+
+
+class NextProblem(Problem):
+    """A norm, with its product by a weight of this rank."""
+
+    def __init__(self, comm, seed, shape, dtype):
+        rows, length, features = shape
+        super().__init__(comm, seed, (rows, length), dtype)
+        self.generator = torch.Generator("cuda").manual_seed(seed + 1 + comm.get_rank())
+        self.next = draw(self.generator, features, length, dtype=dtype)
+
+    def run_next(self):
+        return ops.all_reduce_rms_norm(
+            self.x, self.residual, self.weight, self.comm, self.bias, eps=EPS, next_weight=self.next
+        )
+
+    def check_next(self, results):
+        rows, hidden = self.run()
+        self.check((rows, hidden))
+        assert torch.equal(results[1], hidden)
+        check_product(results[0], rows, self.next)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_shape(by_mode, seed, dtype, mode):
+    for i, shape in enumerate(SHAPES):
+        problem = NextProblem(by_mode[mode], seed + i, shape, dtype)
+        problem.check_next(problem.run_next())
+
+
+@pytest.mark.parametrize("offset", [1, 4])
+def test_weights_that_tensor_copies_do_not_take(by_mode, seed, offset):
+    problem = NextProblem(by_mode["auto"], seed, (8, 1024, 256), torch.bfloat16)
+    whole = torch.empty(problem.next.numel() + offset, dtype=torch.bfloat16, device="cuda")
+    problem.next = whole[offset:].view(problem.next.shape).copy_(problem.next)
+    problem.check_next(problem.run_next())
+    problem.next = problem.next.t().contiguous().t()  # [in, out] in memory
+    problem.check_next(problem.run_next())
+    problem.next = torch.empty(256, 1024 + offset, dtype=torch.bfloat16, device="cuda")[:, :1024].normal_()
+    problem.check_next(problem.run_next())
+
+
+@pytest.mark.parametrize("mode", ["ll", "ll128", "simple", "off"])
+@pytest.mark.parametrize("shape", [(1, 4096, 3072), (32, 4096, 14336), (16, 8192, 1024)])
+def test_a_weight_that_is_written_right_before(by_mode, seed, mode, shape):
+    """In a graph whose kernel before the norm writes the weight: nothing old may be loaded. One rank is late."""
+    problem = NextProblem(by_mode[mode], seed, shape, torch.bfloat16)
+    source = problem.next.clone()
+    problem.run_next()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        problem.next.copy_(source)
+        results = problem.run_next()
+    for replay in range(6):
+        source.copy_(draw(problem.generator, *source.shape, dtype=source.dtype))
+        problem.next.fill_(float("nan"))
+        for t in results:
+            t.fill_(float("nan"))
+        if problem.comm.get_rank() == replay % problem.comm.get_size():
+            torch.cuda._sleep(3_000_000)
+        graph.replay()
+        problem.check_next(results)
+
+
+@pytest.mark.parametrize("rows", [1, 20, 32, 33])
+def test_both_products(comm, seed, rows):
+    """With the product before, whose operands are written right before it."""
+    problem = NextProblem(comm, seed, (rows, 2048, 512), torch.bfloat16)
+    size, rank = comm.get_size(), comm.get_rank()
+    everyone = torch.Generator("cuda").manual_seed(seed)
+    xs = [torch.empty(rows, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(size)]
+    weights = [torch.empty(2048, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(size)]
+
+    def run():
+        return ops.matmul_all_reduce_rms_norm(
+            xs[rank], weights[rank], problem.residual, problem.weight, comm, problem.bias, eps=EPS,
+            algorithm="sequential", next_weight=problem.next,
+        )  # fmt: skip
+
+    graph = None
+    for _ in range(5):
+        if graph is None:
+            run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = run()
+        for t in (*xs, *weights):
+            t.copy_(draw(everyone, *t.shape, dtype=t.dtype))
+        graph.replay()
+        eager = run()
+        assert torch.equal(captured[0], eager[0])
+        assert torch.equal(captured[1], eager[1])
+        exact = problem.residual.double() + problem.bias.double()
+        for x, w in zip(xs, weights, strict=True):
+            exact = exact + x.double() @ w.double().t()
+        hidden = eager[1].double()
+        assert ((hidden - exact).abs() <= 0.01 * (exact.abs() + exact.square().mean().sqrt())).all()
+        normed = hidden * (hidden.square().mean(-1, keepdim=True) + EPS).rsqrt() * problem.weight.double()
+        product = normed @ problem.next.double().t()
+        assert ((eager[0].double() - product).abs() <= 0.01 * (product.abs() + product.square().mean().sqrt())).all()
+
+
+def test_two_communicators_at_the_same_time(make_comm, comm, seed):
+    """Products that wait hold no SM that the other communicator's norm needs, whichever comes first on a rank."""
+    comms = [make_comm(f"next_at_once_{i}", timeout=timedelta(seconds=20)) for i in range(2)]
+    problems = [NextProblem(c, seed + i, (16, 4096, 14336), torch.bfloat16) for i, c in enumerate(comms)]
+    streams = [torch.cuda.Stream() for _ in comms]
+    for problem in problems:
+        problem.check_next(problem.run_next())
+    torch.cuda.synchronize()
+    choose = random.Random(seed + comm.get_rank())
+    results = [None, None]
+    for _ in range(200):
+        order = [0, 1]
+        choose.shuffle(order)
+        for i in order:
+            with torch.cuda.stream(streams[i]):
+                results[i] = [problems[i].run_next() for _ in range(3)][-1]
+            if choose.random() < 0.2:
+                time.sleep(choose.uniform(0, 2e-3))
+    torch.cuda.synchronize()
+    for problem, result in zip(problems, results, strict=True):
+        problem.check_next(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "rows", "length", "features"),
+                         [("ll", 1, 4096, 3072), ("ll128", 32, 4096, 14336), ("simple", 8, 8192, 1024)])  # fmt: skip
+def test_ten_thousand_replays(by_mode, seed, mode, rows, length, features):
+    """Replays a graph with weights of small integers and slots that hold NaN, sometimes with a late rank."""
+    comm = by_mode[mode]
+    problem, poison = NextProblem(comm, seed, (rows, length, features), torch.bfloat16), Poison(comm)
+    step = torch.zeros((), dtype=torch.int64, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    at = torch.arange(features * length, device="cuda").view(features, length)
+
+    def once():
+        step.add_(1).remainder_(61)
+        problem.next.copy_((at * 7 + at // 13 + 5 * step) % 13 - 6)
+        poison()
+        out, _ = problem.run_next()
+        rows, _ = problem.run()
+        exact = rows.float() @ problem.next.float().t()
+        wrong.add_(((out.float() - exact).abs() > 0.01 * (exact.abs() + exact.square().mean().sqrt())).sum())
+
+    once()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    choose = random.Random(seed)
+    for i in range(10_000):
+        late, is_late = choose.randrange(comm.get_size()), choose.random() < 0.01
+        if is_late and comm.get_rank() == late:
+            time.sleep(1e-3)
+        graph.replay()
+        if i % 1000 == 999:
+            assert wrong.item() == 0, i
+
+
+def run_for_ten_seconds(problem):
+    begin = time.monotonic()
+    while time.monotonic() < begin + 10:
+        problem.run_next()
+        torch.cuda.synchronize()
+        time.sleep(0.05)
+
+
+def test_a_rank_that_stays_away(comm, make_comm, seed):
+    """The product behind a norm that gives up ends too, and the device continues."""
+    lonely = make_comm("next_away", timeout=timedelta(seconds=2))
+    problem = NextProblem(lonely, seed, (16, 4096, 14336), torch.bfloat16)
+    problem.check_next(problem.run_next())
+    torch.cuda.synchronize()
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    if comm.get_rank() == comm.get_size() - 1:
+        time.sleep(5)
+    else:
+        begin = time.monotonic()
+        with pytest.raises(to.Error, match="all_reduce_rms_norm"):
+            run_for_ten_seconds(problem)
+        assert time.monotonic() - begin < 5
+    lonely.abort()
+    torch.cuda.synchronize()
+    x = torch.ones(100, device="cuda")
+    comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+    assert (x == comm.get_size()).all()
