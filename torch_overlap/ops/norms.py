@@ -64,12 +64,12 @@ def matmul_all_reduce_rms_norm(
         qkv, h = ops.matmul_all_reduce_rms_norm(heads, wo, h, norm.weight, comm, next_weight=next_wqkv)
 
     "sequential" over NCCL on sm_90 with few tokens runs the sum, the residual and the norm as one kernel, which rounds
-    h once. Otherwise a kernel for the norm, or two of
-    torch's, follows the sum.
+    h once. Otherwise a kernel for the norm, or two of torch's, follows the sum.
 
-    The kernel of the product with `next_weight` starts when that of the norm does, for up to 32 rows of 16-bit floats
-    on sm_90 (programmatic dependent launch): while the ranks exchange their sums, each SM loads the part of the weight
-    that its shared memory holds. It leaves room for kernels of another communicator that exchange packets or lines.
+    On sm_90, for up to 32 rows of 16-bit floats, the kernel of the product with `next_weight` starts with that of the
+    norm (programmatic dependent launch): while the ranks exchange their sums, SMs load what their shared memory holds
+    of the weight. Such calls run in the order in which they are made, whatever communicator and stream they have, as
+    "fused" operators do: that order must be the same on all ranks.
 
     Args:
         x: [..., k] with two or more dimensions, the same shape on all ranks.
@@ -79,10 +79,10 @@ def matmul_all_reduce_rms_norm(
         bias: [n], added once.
         eps: added to the mean of squares.
         algorithm: as for `matmul_all_reduce`.
-        next_weight: [m, n], this rank's.
+        next_weight: [out_features, n], of this rank.
 
     Returns: (rms_norm(h) * norm_weight, h), both [..., n] of the dtype of x, which all operands have. The norm is that
-    of the returned h. With `next_weight` the first is (rms_norm(h) * norm_weight) next_weight^T, [..., m].
+    of the returned h. With `next_weight` the first is (rms_norm(h) * norm_weight) next_weight^T, [..., out_features].
 
     Gradient: through `matmul_all_reduce`, torch's rms_norm and linear. torch.autocast casts all operands.
 
@@ -116,10 +116,14 @@ def all_reduce_rms_norm(
         weight: [n], of the norm, equal on all ranks.
         bias: [n], added once.
         eps: added to the mean of squares.
-        next_weight: [m, n], this rank's.
+        next_weight: [out_features, n], of this rank.
 
     Returns: (rms_norm(h) * weight, h), both [..., n] of the dtype of x, which all operands have. With `next_weight` the
-    first is (rms_norm(h) * weight) next_weight^T, [..., m].
+    first is (rms_norm(h) * weight) next_weight^T, [..., out_features].
+
+    Gradient: through `all_reduce`, torch's rms_norm and linear. torch.autocast does not change it.
+
+    Raises: what `matmul_all_reduce_rms_norm` raises.
     """
     return _ops.all_reduce_rms_norm(x, residual, weight, bias, *group(comm), eps, next_weight)
 

@@ -68,6 +68,9 @@ class TORCH_OVERLAP_API GemmBackend {
   virtual void check(const GemmProblem& problem) const {}
   // Runs on the current stream without blocking the host. The device of the problem is current.
   virtual void run(const GemmProblem& problem) = 0;
+  // For a problem with GemmArgs::early_start: loads the kernel that can start early, which may wait
+  // for running kernels. Returns false if there is none.
+  virtual bool load_early(const GemmProblem& problem) { return false; }
   // custom_kernels() returns the names of this project's kernels that support the problem;
   // run_custom() runs one.
   virtual std::vector<std::string> custom_kernels(const GemmProblem& problem) { return {}; }

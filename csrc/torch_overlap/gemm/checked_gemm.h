@@ -26,6 +26,8 @@ class TORCH_OVERLAP_API CheckedGemm {
   GemmArgs columns(int64_t begin, int64_t length) const;
 
   const GemmArgs& args() const { return args_; }
+  // True if the device has a kernel for GemmArgs::early_start. It is then loaded.
+  bool starts_early() const { return starts_early_; }
 
  private:
   std::string_view op_;
@@ -33,6 +35,7 @@ class TORCH_OVERLAP_API CheckedGemm {
   GemmShape shape_;
   OperandView lhs_;
   OperandView rhs_;
+  bool starts_early_ = false;
 };
 
 }  // namespace torch_overlap

@@ -59,7 +59,9 @@ void gemm(std::string_view op, const GemmArgs& args) {
 
 CheckedGemm::CheckedGemm(std::string_view op, GemmArgs args) : op_(op), args_(std::move(args)) {
   GemmProblem problem = checked_problem(op_, args_);
-  gemm_backend(op_, args_.out.device().type()).check(problem);
+  GemmBackend& backend = gemm_backend(op_, args_.out.device().type());
+  backend.check(problem);
+  starts_early_ = args_.early_start != EarlyStart::none && backend.load_early(problem);
   shape_ = problem.shape;
   lhs_ = std::move(problem.lhs);
   rhs_ = std::move(problem.rhs);

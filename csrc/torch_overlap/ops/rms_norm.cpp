@@ -9,6 +9,7 @@
 #include "torch_overlap/ops/autograd.h"
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/rows.h"
+#include "torch_overlap/overlap/device.h"
 
 namespace torch_overlap::ops {
 namespace {
@@ -52,7 +53,10 @@ NormResults add_and_norm(const Tensor& sum, const Tensor& residual, const Tensor
                          double eps, const std::optional<Tensor>& next_weight) {
   auto hidden = at::add(residual, sum);
   auto out = at::rms_norm_symint(hidden, {norm_weight.sym_size(0)}, norm_weight, eps);
-  if (next_weight) out = at::linear(out, *next_weight);
+  if (next_weight) {
+    const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+    out = at::linear(out, *next_weight);
+  }
   return {std::move(out), std::move(hidden)};
 }
 
@@ -88,6 +92,15 @@ class NextProduct {
     args.early_start = EarlyStart::loads_rhs;
     product_.emplace(Call::kName, std::move(args));
   }
+  // Returns a lock to hold during the call, null if none is needed: the product's kernel holds
+  // nearly all SMs while the norm waits for other ranks.
+  template <typename Call>
+  std::shared_ptr<void> lock(const Call& call) const {
+    if (!starts_early()) return nullptr;
+    return overlap_device(Call::kName, call.x.device().type())
+        .acquire_resident_kernel_lock(call.x.device());
+  }
+  bool starts_early() const { return product_ && product_->starts_early(); }
   void run() const {
     if (product_) product_->run();
   }
@@ -149,6 +162,7 @@ NormResults all_reduce_rms_norm_kernel(const AllReduceRmsNorm& call) {
   auto [out, hidden] = results_like(call.x.sym_sizes(), call.x);
   const NextProduct next(call, out);
   if (!is_shape_only(call.x)) {
+    const auto lock = next.lock(call);
     run_all_reduce(call, out, hidden, no_quantization);
     next.run();
   }
@@ -199,11 +213,11 @@ MatmulAllReduce without_norm(const Call& call) {
 // of its operand or, of few bytes, is part of the product's kernel.
 std::optional<Algorithm> choose_with_norm(const AllReduceProduct& product,
                                           std::string_view algorithm) {
-  constexpr size_t kMaxBytes = size_t{512} << 10;
+  const size_t max_bytes = size_t{product.comm->size() <= 4 ? 512U : 256U} << 10;
   const auto has_it_in_its_kernel = [&](Algorithm chosen) {
     return algorithm == "auto" &&
            (chosen == Algorithm::low_latency ||
-            (chosen == Algorithm::fused && product.out.nbytes() <= kMaxBytes));
+            (chosen == Algorithm::fused && product.out.nbytes() <= max_bytes));
   };
   auto chosen = choose_forward(problem_of(product), algorithm, product.comm);
   if (chosen && has_it_in_its_kernel(*chosen)) chosen = Algorithm::sequential;
@@ -219,7 +233,7 @@ std::optional<Algorithm> choose_with_norm(const AllReduceProduct& product,
 
 template <typename Call>
 bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
-                const QuantizationOf& quantization_of) {
+                const QuantizationOf& quantization_of, EarlyStart start = EarlyStart::none) {
   const auto comm = find_comm(Call::kName, call.comm, call.group_size);
   AllReduceProduct product = product_of(without_norm(call), comm, out);
   const auto algorithm = choose_with_norm(product, call.algorithm);
@@ -234,7 +248,7 @@ bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
     return true;
   }
   product.gemm.out = product.out;
-  product.gemm.early_start = EarlyStart::waits;
+  product.gemm.early_start = start;
   Product(Call::kName, std::move(product.gemm)).run();
   comm->all_reduce_rms_norm(out, norm);
   return true;
@@ -243,7 +257,11 @@ bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
 NormResults matmul_all_reduce_rms_norm_kernel(const MatmulAllReduceRmsNorm& call) {
   auto [out, hidden] = results_like(check_matmul(call), call.x);
   const NextProduct next(call, out);
-  if (!is_shape_only(call.x) && run_matmul(call, out, hidden, no_quantization)) next.run();
+  if (!is_shape_only(call.x)) {
+    const auto lock = next.lock(call);
+    const auto start = next.starts_early() ? EarlyStart::waits : EarlyStart::none;
+    if (run_matmul(call, out, hidden, no_quantization, start)) next.run();
+  }
   return {next.result_of(out), std::move(hidden)};
 }
 
@@ -322,7 +340,9 @@ AllReduceRmsNormQuantize::Result all_reduce_rms_norm_quantize_kernel(
 
 MatmulAllReduceRmsNormQuantize::Result matmul_all_reduce_rms_norm_quantize_kernel(
     const MatmulAllReduceRmsNormQuantize& call) {
-  return quantize_rows(call, check_matmul(call), run_matmul<MatmulAllReduceRmsNormQuantize>);
+  return quantize_rows(call, check_matmul(call), [](const auto&... arguments) {
+    return run_matmul<MatmulAllReduceRmsNormQuantize>(arguments...);
+  });
 }
 
 }  // namespace

@@ -51,6 +51,8 @@ class Product {
   // Throws what gemm() throws.
   Product(std::string_view op, GemmArgs args);
   void run() const;
+  // True if its kernel can start while the last one on the stream runs (GemmArgs::early_start).
+  bool starts_early() const { return gemm_ && gemm_->starts_early(); }
 
  private:
   std::optional<CheckedGemm> gemm_;

@@ -28,6 +28,10 @@ def test_quantization(custom_ops: tuple[str, ...]) -> None:
     run("quantized", 12, custom_ops)
 
 
+def test_products() -> None:
+    run("products", 16)
+
+
 def test_similar_graphs_stay() -> None:
     run("not_fused", 13)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -133,6 +134,38 @@ def quantized(rank: int, size: int, store: Any, seed: int, custom_ops: tuple[str
             clamped = (rows / scale.double()).clamp(-448, 448)
             torch.testing.assert_close(result.double(), clamped, rtol=0.07, atol=0.02)  # half a step of e4m3fn, and h's
         close(got[2], h[0] + h[1], s.dtype)
+
+
+def products(rank: int, size: int, store: Any, seed: int) -> None:
+    """Checks the products behind norms: one that alone reads the rows is joined, others stay."""
+    with setting(rank, size, store, seed) as s:
+        first, second, third = (s.parts(5, HIDDEN) for _ in range(3))
+        gains = [s.draw(HIDDEN).to(s.dtype) for _ in range(3)]
+        weights = [s.draw(n, HIDDEN).to(s.dtype) for n in (24, 3, 8)]
+
+        def model(x: Tensor, y: Tensor, z: Tensor, a: Tensor, b: Tensor, c: Tensor, u: Tensor, v: Tensor,
+                  w: Tensor) -> tuple[Tensor, ...]:  # fmt: skip
+            residual = s.sum(x)
+            one = F.linear(s.ir.rms_norm(residual, a, 1e-5), u)
+            rows, residual = s.ir.fused_add_rms_norm(s.sum(y), residual, b, 1e-6)
+            two = F.linear(rows, v)  # read twice
+            last, _ = s.ir.fused_add_rms_norm(s.sum(z), residual, c, 0.25)
+            return one, two, rows, F.linear(last, w * 2), residual  # a weight from behind the sum
+
+        args = (first[rank], second[rank], third[rank], *gains, *weights)
+        graph = s.traced(model, *args)
+        assert s.ours.matched_count == 3, graph.graph
+        assert s.ours.joined_count == 1, graph.graph
+        assert targets(graph).count("mm") == 2
+        one, two, rows, three, residual = graph(*args)
+        h = [sum(part.double() for part in parts) for parts in (first, second, third)]
+        sums = [h[0], h[0] + h[1], h[0] + h[1] + h[2]]
+        wanted = [normed(h, gain.double(), eps) for h, gain, eps in zip(sums, gains, (1e-5, 1e-6, 0.25), strict=True)]
+        close(rows, wanted[1], s.dtype)
+        close(residual, sums[1], s.dtype)
+        for got, each, weight in zip((one, two, three), wanted, (weights[0], weights[1], weights[2] * 2), strict=True):
+            exact, terms = each @ weight.double().t(), each.abs() @ weight.double().abs().t()
+            assert ((got.double() - exact).abs() <= 4 * torch.finfo(s.dtype).eps * terms).all()
 
 
 def not_fused(rank: int, size: int, store: Any, seed: int) -> None:

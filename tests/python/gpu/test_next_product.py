@@ -14,12 +14,12 @@ from torch_overlap import ops
 
 pytestmark = pytest.mark.gpu(2)
 MODES = ["auto", "ll", "ll128", "simple", "off"]
-# Rows, their length and features: one, two and four blocks of a cluster along k, more blocks than SMs, deep ones, tiles
+# Rows, their length and features: one, two and four blocks of a cluster along k, one to four tiles of a block, tiles
 # and stages that end early, the most rows, and what other kernels multiply: more rows, features that are no multiple
 # of 8, nothing.
 SHAPES = [(1, 4096, 3072), (7, 1000, 200), (16, 4096, 14336), (17, 2048, 64), (32, 8192, 1536), (3, 64, 8),
           (32, 512, 40), (5, 200, 72), (33, 4096, 3072), (2, 1024, 7), (0, 128, 64), (4, 128, 0), (1, 16384, 4096),
-          (8, 264, 9000)]  # fmt: skip
+          (8, 264, 9000), (16, 128, 30000), (32, 1024, 17408)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -139,26 +139,59 @@ def test_both_products(comm, seed, rows):
 
 
 def test_two_communicators_at_the_same_time(make_comm, comm, seed):
-    """Products that wait hold no SM that the other communicator's norm needs, whichever comes first on a rank."""
+    """Two streams, each with work before its norms, and with delays that differ between the ranks. In one order."""
     comms = [make_comm(f"next_at_once_{i}", timeout=timedelta(seconds=20)) for i in range(2)]
     problems = [NextProblem(c, seed + i, (16, 4096, 14336), torch.bfloat16) for i, c in enumerate(comms)]
     streams = [torch.cuda.Stream() for _ in comms]
+    every = [draw(torch.Generator("cuda").manual_seed(seed + i), 512, 4096, dtype=torch.bfloat16) for i in range(2)]
     for problem in problems:
         problem.check_next(problem.run_next())
     torch.cuda.synchronize()
     choose = random.Random(seed + comm.get_rank())
     results = [None, None]
     for _ in range(200):
-        order = [0, 1]
-        choose.shuffle(order)
-        for i in order:
+        for i, problem in enumerate(problems):
             with torch.cuda.stream(streams[i]):
-                results[i] = [problems[i].run_next() for _ in range(3)][-1]
-            if choose.random() < 0.2:
-                time.sleep(choose.uniform(0, 2e-3))
+                if choose.random() < 0.3:
+                    torch.cuda._sleep(choose.randrange(2_000_000))
+                for _ in range(3):
+                    every[i] @ every[i].t()  # holds all SMs
+                    problem.x.mul_(1)
+                    results[i] = problem.run_next()
     torch.cuda.synchronize()
     for problem, result in zip(problems, results, strict=True):
         problem.check_next(result)
+
+
+def test_beside_other_collectives(make_comm, comm, seed):
+    """Another communicator's sums on another stream, in another order on each rank."""
+    other = make_comm("next_beside", timeout=timedelta(seconds=20))
+    problem = NextProblem(comm, seed, (32, 8192, 28672), torch.bfloat16)
+    problem.check_next(problem.run_next())
+    stream, rank, size = torch.cuda.Stream(), comm.get_rank(), comm.get_size()
+    totals = torch.zeros(3, 1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    choose = random.Random(seed + rank)
+
+    def sums(step):
+        with torch.cuda.stream(stream):
+            for each, count in zip(totals, (3, 5000, 1 << 20), strict=True):
+                each[:count].fill_(rank + step)
+                other.all_reduce(each[:count], to.ReduceOp.SUM, async_op=False)
+
+    def norms(_):
+        for _ in range(3):
+            problem.run_next()
+
+    for step in range(100):
+        for call in choose.sample([sums, norms], 2):
+            call(step)
+            if choose.random() < 0.2:
+                time.sleep(choose.uniform(0, 2e-3))
+    torch.cuda.synchronize()
+    for each, count in zip(totals, (3, 5000, 1 << 20), strict=True):
+        assert (each[:count] == size * (size - 1) / 2 + 99 * size).all()
+    problem.check_next(problem.run_next())
 
 
 @pytest.mark.slow

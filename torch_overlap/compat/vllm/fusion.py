@@ -8,6 +8,7 @@ vLLM's own functions, so they have whichever form the model's graph has.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,9 +145,46 @@ def _can_replace(match: pm.Match) -> bool:
     return are_known and len(dtypes) == 1 and dtypes <= set(_FUSED_DTYPES)
 
 
+def _weight_of(product: fx.Node, rows: fx.Node) -> fx.Node | None:
+    """Returns the weight [out_features, in_features] if a node is rows weight^T, else None."""
+    if product.target is not torch.ops.aten.mm.default or product.args[0] is not rows:
+        return None
+    transposed = product.args[1]
+    if not isinstance(transposed, fx.Node) or not isinstance(transposed.args[0], fx.Node):
+        return None
+    is_transpose = transposed.target is torch.ops.aten.t.default or (
+        transposed.target is torch.ops.aten.permute.default and list(transposed.args[1]) == [1, 0]  # type: ignore[arg-type]
+    )
+    return transposed.args[0] if is_transpose else None
+
+
+def join_products(graph: fx.Graph) -> int:
+    """Gives the operator the weight of the product that alone reads its normalized rows, in place of that product.
+
+    Returns: the number of products.
+    """
+    joined = 0
+    for norm in graph.find_nodes(op="call_function", target=_ops.all_reduce_rms_norm.default):
+        rows = [node for node in norm.users if node.target is operator.getitem and node.args[1] == 0]
+        if len(rows) != 1 or len(rows[0].users) != 1:
+            continue
+        product = next(iter(rows[0].users))
+        weight = _weight_of(product, rows[0])
+        if weight is None or weight > norm or weight.meta["val"].dtype != rows[0].meta["val"].dtype:
+            continue
+        norm.update_kwarg("next_weight", weight)
+        rows[0].meta["val"] = product.meta["val"]
+        norm.meta["val"] = (product.meta["val"], *norm.meta["val"][1:])
+        product.replace_all_uses_with(rows[0])
+        graph.erase_node(product)
+        joined += 1
+    graph.eliminate_dead_code()  # transposed weights
+    return joined
+
+
 class FusedAllReducePass(VllmPatternMatcherPass):  # type: ignore[misc]
     """Replaces all-reduce and RMSNorm, with residual and static quantization to float8_e4m3fn or without, by one
-    operator.
+    operator. Without quantization it has the product behind the norm too, whose weight it loads meanwhile.
 
     It applies to ranges of up to `max_fused_tokens` tokens, if OverlapCommunicator serves the tensor-parallel group.
     """
@@ -191,11 +229,21 @@ class FusedAllReducePass(VllmPatternMatcherPass):  # type: ignore[misc]
     @VllmInductorPass.time_and_log  # type: ignore[untyped-decorator]
     def __call__(self, graph: fx.Graph) -> None:
         self.matched_count = self.patterns.apply(graph)
-        _logger.debug("%s replaced %d all-reduces.", type(self).__name__, self.matched_count)
+        self.joined_count = join_products(graph)
+        _logger.debug("%s replaced %d all-reduces, with %d products behind them.", type(self).__name__,
+                      self.matched_count, self.joined_count)  # fmt: skip
 
     def uuid(self) -> str:
         """Returns a key of all that the replacement depends on; vLLM's compile cache contains it."""
-        parts = [torch_overlap.__version__, type(self), _patterns, call_operator, _can_replace]
+        parts = [
+            torch_overlap.__version__,
+            type(self),
+            _patterns,
+            call_operator,
+            _can_replace,
+            join_products,
+            _weight_of,
+        ]
         if self.max_tokens:
             parts += [self.comm_name, str(self.comm_size), str(self.max_tokens)]
         key: str = self.hash_source(*parts)

@@ -106,8 +106,6 @@ struct LaunchConfig {
   cudaStream_t stream;
   unsigned int cluster = 1;       // blocks per cluster; more than one requires has_hopper_code()
   unsigned int shared_bytes = 0;  // dynamic, in addition to the kernel's static shared memory
-  // Starts before blocks of other kernels that wait for an SM.
-  bool is_urgent = false;
 };
 
 // RMSNorm (comm/call.h) of `rows` rows of `row_bytes`, in the kernel of an all_reduce or after it.

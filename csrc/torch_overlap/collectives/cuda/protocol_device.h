@@ -317,18 +317,9 @@ __device__ __forceinline__ bool await_flags(const CollectiveParams& p, const Blo
 
 // --- Launching -----------------------------------------------------------------------------------
 
-inline int greatest_priority() {
-  static const int priority = [] {
-    int least = 0;
-    int greatest = 0;
-    return cudaDeviceGetStreamPriorityRange(&least, &greatest) == cudaSuccess ? greatest : 0;
-  }();
-  return priority;
-}
-
 template <typename Kernel, typename... Params>
 cudaError_t launch_kernel(Kernel kernel, const LaunchConfig& launch, const Params&... params) {
-  cudaLaunchAttribute attributes[3] = {};
+  cudaLaunchAttribute attributes[2] = {};
   unsigned int count = 0;
   if (launch.dependent) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -337,10 +328,6 @@ cudaError_t launch_kernel(Kernel kernel, const LaunchConfig& launch, const Param
   if (launch.cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {launch.cluster, 1, 1};
-  }
-  if (launch.is_urgent) {
-    attributes[count].id = cudaLaunchAttributePriority;
-    attributes[count++].val.priority = greatest_priority();
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);

@@ -284,18 +284,10 @@ cudaError_t launch_simple_norm(ReductionType type, const CollectiveParams& param
 
 namespace {
 
-// Blocks of kernels that prefer different sizes of shared memory cannot share an SM. The product
-// after another communicator's norm (gemm/sm90/small_m_kernels.cu) takes most of it.
-template <typename Kernel>
-cudaError_t load_norm_kernel(Kernel kernel) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                              cudaSharedmemCarveoutMaxShared);
-}
-
 template <typename T, typename Case, bool kQuantizes>
 cudaError_t load_line_norm_kernels() {
-  const cudaError_t status = load_norm_kernel(ll_norm_kernel<T, Case, kQuantizes>);
-  return status == cudaSuccess ? load_norm_kernel(ll128_norm_kernel<T, Case, kQuantizes>) : status;
+  const cudaError_t status = load_kernel(ll_norm_kernel<T, Case, kQuantizes>);
+  return status == cudaSuccess ? load_kernel(ll128_norm_kernel<T, Case, kQuantizes>) : status;
 }
 
 }  // namespace
@@ -307,7 +299,7 @@ cudaError_t load_norm_kernels() {
       cudaError_t loaded = load_cases([](auto which) {
         using Case = decltype(which);
         const cudaError_t lines = load_line_norm_kernels<T, Case, false>();
-        return lines == cudaSuccess ? load_norm_kernel(simple_norm_kernel<T, Case>) : lines;
+        return lines == cudaSuccess ? load_kernel(simple_norm_kernel<T, Case>) : lines;
       });
       if constexpr (sizeof(T) == 2) {
         if (loaded == cudaSuccess) loaded = load_line_norm_kernels<T, FastCase<2>, true>();

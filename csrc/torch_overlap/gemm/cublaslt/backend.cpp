@@ -112,7 +112,7 @@ std::optional<sm90::Problem> custom_kernel_problem_of(const GemmProblem& problem
 
 // Returns false if there is no kernel for it.
 bool run_early(const GemmProblem& problem) {
-  if (problem.args.early_start == EarlyStart::none) return false;
+  if (problem.args.early_start == EarlyStart::none || has_bias_grad_over_k(problem)) return false;
   const auto product = custom_kernel_problem_of(problem);
   return product && sm90::run_small_m(*product, problem.args.early_start == EarlyStart::loads_rhs);
 }
@@ -140,6 +140,15 @@ class CublasLtGemm final : public GemmBackend {
   }
 
   void run(const GemmProblem& problem) override { run_problem(current_handle(), problem); }
+
+  bool load_early(const GemmProblem& problem) override {
+    const auto [m, n, k] = problem.shape;
+    if (m == 0 || n == 0 || k == 0 || has_bias_grad_over_k(problem)) return false;
+    const c10::cuda::CUDAGuard guard(problem.args.out.device());
+    const auto product = custom_kernel_problem_of(problem);
+    return product &&
+           sm90::load_small_m(*product, problem.args.early_start == EarlyStart::loads_rhs);
+  }
 
   std::vector<std::string> custom_kernels(const GemmProblem& problem) override {
     std::vector<std::string> names;

@@ -1,5 +1,8 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <limits>
@@ -27,15 +30,20 @@ class ColdCache {
     constexpr int64_t kMinElementBytes = 1;
     const int64_t operands = (key.m * key.k + key.k * key.n) * kMinElementBytes;
     if (operands >= 4 * l2) return;  // what is in L2 then does not matter
-    memory_ = at::empty({2 * l2}, at::TensorOptions(at::kByte).device(at::kCUDA, device));
+    constexpr int64_t kElementBytes = 8;
+    try {
+      memory_ = at::zeros({2 * l2 / kElementBytes},
+                          at::TensorOptions(at::kDouble).device(at::kCUDA, device));
+    } catch (const c10::OutOfMemoryError&) {
+      return;
+    }
   }
   bool evicts() const { return memory_.defined(); }
   int rounds() const { return evicts() ? 8 : 3; }
   int launches_per_round() const { return evicts() ? 1 : 4; }
-  void evict(cudaStream_t stream) const {
-    if (!evicts()) return;
-    cuda::check(cudaMemsetAsync(memory_.data_ptr(), 0, memory_.nbytes(), stream),
-                "cudaMemsetAsync");
+  // Reads: lines that were written would be stored during the next launch.
+  void evict() const {
+    if (evicts()) (void)at::sum(memory_);
   }
 
  private:
@@ -83,7 +91,7 @@ void Plan::measure(cublasLtHandle_t handle, const LtMatmulArgs& call, const Work
     count(gemm_counters().measured);
     float fastest = std::numeric_limits<float>::infinity();
     for (int round = 0; round < cache.rounds(); ++round) {
-      cache.evict(stream);
+      cache.evict();
       begin.record(stream);
       for (int i = 0; i < cache.launches_per_round(); ++i) (void)again();
       end.record(stream);

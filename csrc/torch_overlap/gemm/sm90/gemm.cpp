@@ -56,7 +56,7 @@ bool can_run(const Problem& product) {
          supports_tma_load(product.residual, product.out_type, product.residual_stride);
 }
 
-// Sets the limit and the preference of the kernel's shared memory on the current device, once.
+// Raises the kernel's shared memory limit on the current device, once.
 void set_max_shared_memory(const KernelInfo& kernel) {
   static std::mutex mutex;
   static auto* const loaded = new std::set<std::pair<const void*, c10::DeviceIndex>>;
@@ -64,11 +64,9 @@ void set_max_shared_memory(const KernelInfo& kernel) {
   const std::lock_guard lock(mutex);
   if (loaded->contains(key)) return;
   const cuda::RelaxedCapture relaxed;
-  const auto set = [&](cudaFuncAttribute attribute, int value) {
-    cuda::check(cudaFuncSetAttribute(kernel.kernel, attribute, value), "gemm: loading a kernel");
-  };
-  set(cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
-  set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  cuda::check(cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   kernel.shared_bytes),
+              "gemm: loading a kernel");
   loaded->insert(key);
 }
 
@@ -140,37 +138,47 @@ void run(const Problem& product, const TileShape& tile_shape) {
 
 namespace {
 
-// Clusters share a tile along k while every block has an SM of its own.
-SmallMKernelKey small_m_key(const Problem& product, bool loads_rhs_early) {
-  constexpr int64_t kFeatures = 64;
-  constexpr int64_t kDepth = 64;
-  const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-  const int64_t tiles = ceil_div(product.n, kFeatures);
-  const int64_t stages = ceil_div(product.k, kDepth);
-  SmallMKernelKey key{.type = element_type(product.out_type),
-                      .rows = static_cast<int>(product.m),
-                      .split_k = 1,
-                      .is_deep = false};
-  // At least split_k^2 stages: then no part of k is empty.
-  for (const int split : {2, 4}) {
-    if (split * tiles <= sms && split * split <= stages) key.split_k = split;
-  }
-  constexpr int64_t kMinDeepStages = 64;  // of less, most are loaded early by the other kernel too
-  key.is_deep = loads_rhs_early && key.split_k == 2 && stages >= kMinDeepStages;
-  return key;
-}
+// Kernel of a product of few rows, and the size of its grid. Null if there is none.
+struct SmallMLaunch {
+  const KernelInfo* kernel = nullptr;
+  int blocks = 0;
+};
 
-}  // namespace
-
-bool run_small_m(const Problem& product, bool loads_rhs_early) {
+// Two SMs are left free, as ResidentGrid does. Clusters share a tile along k if every block then
+// has an SM of its own; otherwise a block computes one tile after the other.
+SmallMLaunch small_m_launch(const Problem& product, bool loads_rhs_early) {
   const bool has_bias_type =
       product.bias == nullptr || product.bias_type == element_type(product.out_type);
   if (product.m > kMaxSmallMRows || is_8_bit(product.lhs_type) || !product.is_lhs_k_major ||
       !product.is_rhs_k_major || product.gelu || product.residual != nullptr || !has_bias_type ||
       !can_run(product)) {
-    return false;
+    return {};
   }
-  const KernelInfo* const kernel = find_small_m_kernel(small_m_key(product, loads_rhs_early));
+  const int64_t sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount - 2;
+  const int64_t tiles = ceil_div(product.n, kSmallMFeatures);
+  const int64_t stages = ceil_div(product.k, kSmallMDepth);
+  int split = 1;
+  // At least split^2 stages: then no part of k is empty.
+  for (const int more : {2, 4}) {
+    if (more * tiles <= sms && more * more <= stages) split = more;
+  }
+  return {find_small_m_kernel({.type = element_type(product.out_type),
+                               .rows = static_cast<int>(product.m),
+                               .split_k = split,
+                               .is_deep = loads_rhs_early}),
+          static_cast<int>(std::min(split * tiles, sms))};
+}
+
+}  // namespace
+
+bool load_small_m(const Problem& product, bool loads_rhs_early) {
+  const SmallMLaunch launch = small_m_launch(product, loads_rhs_early);
+  if (launch.kernel != nullptr) set_max_shared_memory(*launch.kernel);
+  return launch.kernel != nullptr;
+}
+
+bool run_small_m(const Problem& product, bool loads_rhs_early) {
+  const auto [kernel, blocks] = small_m_launch(product, loads_rhs_early);
   if (kernel == nullptr) return false;
   set_max_shared_memory(*kernel);
   SmallMGemmParams params{};
@@ -185,7 +193,6 @@ bool run_small_m(const Problem& product, bool loads_rhs_early) {
   params.out_stride = product.out_stride;
   params.bias = product.bias;
   params.loads_weight_early = loads_rhs_early;
-  const auto blocks = static_cast<int>(ceil_div(product.n, kernel->columns) * kernel->cluster);
   cuda::check(launch_small_m(*kernel, params, blocks, c10::cuda::getCurrentCUDAStream()),
               "gemm: a kernel of our own");
   return true;

@@ -58,9 +58,11 @@ std::optional<TileShape> heuristic_tile_shape(const Problem& product);
 void run(const Problem& product, const TileShape& tile_shape);
 
 // Runs a product of few rows by a K-major rhs [n, k], of one 16-bit type, by programmatic dependent
-// launch (small_m_kernels.cu). Capture-safe. Returns false if there is no kernel for it.
-// `loads_rhs_early`: the last kernel on the current stream waits for the one before it, and does
-// not write rhs.
+// launch (small_m_kernels.cu). Returns false if there is no kernel for it. `loads_rhs_early`: the
+// last kernel on the current stream waits for the one before it, and does not write rhs.
 bool run_small_m(const Problem& product, bool loads_rhs_early);
+// Loads the kernel that run_small_m() runs, which may wait for running kernels. Returns false if
+// there is none.
+bool load_small_m(const Problem& product, bool loads_rhs_early);
 
 }  // namespace torch_overlap::sm90

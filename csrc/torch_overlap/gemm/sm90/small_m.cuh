@@ -11,11 +11,11 @@
 
 // GEMM with few rows, which is bound by reading the weight. It is computed as its transpose, weight
 // [n, k] * rows^T, so that features fill the 64 rows of an instruction, and the rows of the result
-// are its columns. A block computes one tile of features for all rows; with kSplitK 2, a cluster of
-// two blocks does, each over half of k.
+// are its columns. A block computes a tile of features for all rows; with kSplitK, a cluster of
+// that many blocks does, each over a part of k.
 //
-//   last warpgroup, one thread   loads |W0 X0|W1 X1|W2 X2| ...    as far ahead as there are stages
-//   the others                   multiply 64 features each         registers: 64 x rows
+//   one thread     loads |W0 X0|W1 X1|W2 X2| ...    as far ahead as there are stages
+//   warpgroups     multiply 64 features each        registers: 64 x rows
 //
 // Sharing the loads of the rows within clusters is slower. So is splitting k once the number of
 // tiles reaches the number of SMs, except for tiles of 256 rows.
@@ -105,35 +105,40 @@ __device__ __forceinline__ void load_rows(const SmallMParams& p, const SmallMTil
   tma_load_2d(to + Config::kWeightBytes, &p.rows, full, (place.first + i) * Config::kDepth, 0);
 }
 
-// Loads the stages from `begin` on, which is 0 or the number of stages in shared memory, or `count`
-// if that is less. Runs on one thread.
+// Loads both to the next stage in shared memory, once it is empty.
 template <typename Config>
-__device__ __forceinline__ void load_small_m(const SmallMParams& p, const SmallMTile<Config>& place,
-                                             uint32_t shared, SharedBarriers<Config>& barriers,
-                                             int begin = 0) {
-  PipelineState<Config::kStages> at;
-  at.phase = begin == 0 ? 0 : 1;
-  for (int i = begin; i < place.count; ++i, at.advance()) {
-    barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
-    const uint32_t full = shared_address(&barriers.full[at.stage]);
-    const uint32_t to = shared + at.stage * Config::kStageBytes;
-    barrier_arrive_expect_tx(full, Config::kStageBytes);
-    load_weight<Config>(p, place, i, to, full);
-    load_rows<Config>(p, place, i, to, full);
-  }
+__device__ __forceinline__ void load_stage(const SmallMParams& p, const SmallMTile<Config>& place,
+                                           int i, uint32_t shared, SharedBarriers<Config>& barriers,
+                                           PipelineState<Config::kStages>& at) {
+  barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
+  const uint32_t full = shared_address(&barriers.full[at.stage]);
+  const uint32_t to = shared + at.stage * Config::kStageBytes;
+  barrier_arrive_expect_tx(full, Config::kStageBytes);
+  load_weight<Config>(p, place, i, to, full);
+  load_rows<Config>(p, place, i, to, full);
+  at.advance();
 }
 
-// Runs on a warpgroup. Afterwards the sums over this block's part of k are complete.
+// Runs on one thread.
+template <typename Config>
+__device__ __forceinline__ void load_small_m(const SmallMParams& p, const SmallMTile<Config>& place,
+                                             uint32_t shared, SharedBarriers<Config>& barriers) {
+  PipelineState<Config::kStages> at;
+  for (int i = 0; i < place.count; ++i) load_stage<Config>(p, place, i, shared, barriers, at);
+}
+
+// Runs on a warpgroup, for the stages from `at` on. Afterwards the sums over this block's part of k
+// are complete.
 template <typename Config>
 __device__ __forceinline__ void multiply_small_m(const SmallMTile<Config>& place, uint32_t shared,
                                                  SharedBarriers<Config>& barriers,
+                                                 PipelineState<Config::kStages>& at,
                                                  float (&sums)[Config::kAccumulators]) {
   const int group = static_cast<int>(threadIdx.x) / 128;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const auto release = [&](int stage) {
     if (lane == 0) barrier_arrive(shared_address(&barriers.empty[stage]));
   };
-  PipelineState<Config::kStages> at;
   const auto begin = [&](bool adds) __attribute__((always_inline)) {
     const int stage = at.stage;
     barrier_wait(shared_address(&barriers.full[stage]), at.phase);
@@ -162,6 +167,7 @@ __device__ __forceinline__ void multiply_small_m(const SmallMTile<Config>& place
   }
   wgmma_wait<0>();
   warpgroup_fence_operand(sums);
+  release(before);
 }
 
 }  // namespace torch_overlap::sm90

@@ -7,16 +7,12 @@
 // much of the weight as their shared memory holds, and wait for that kernel before they load rows:
 // behind a kernel that waits for other ranks, the time of its messages is that of the weight's
 // first loads.
-//
-// Memory is left for other kernels that wait for ranks. Beside the blocks of this kernel an SM has
-// at least 16 KiB of shared memory and half of its registers: enough for a block of those that
-// exchange packets or lines (collectives/cuda). So a kernel that waits for this rank always starts.
 namespace torch_overlap::sm90 {
 namespace {
 
-constexpr int kReservedBytes = 2048;  // barriers, alignment, and what CUDA takes of each block
+// Shared memory of a block, of which an SM has 228 KiB.
 constexpr int kHalfSharedBytes = 104 * 1024;
-constexpr int kDeepSharedBytes = 2 * kHalfSharedBytes;
+constexpr int kDeepSharedBytes = 208 * 1024;
 
 template <typename In_, typename Out_, int kRows_, int kSplitK_, bool kIsDeep>
 struct SmallMGemmConfig {
@@ -26,40 +22,64 @@ struct SmallMGemmConfig {
   static constexpr int kSplitK = kSplitK_;
   static constexpr bool kIsWeightKMajor = true;
   static constexpr int kNumMmaWarpgroups = 1;
-  static constexpr int kFeatures = 64;
+  static constexpr int kFeatures = kSmallMFeatures;
   static constexpr int kNumMmaThreads = 128;  // the first threads of the block
   static constexpr int kThreads = kNumMmaThreads + 32;
-  static constexpr int kDepth = 128 / In::kBytes;
+  static constexpr int kDepth = kSmallMDepth;
+  static_assert(kDepth * In::kBytes == 128);
   static constexpr int kSteps = 4;
   static constexpr int kWeightBytes = kFeatures * 128;
   static constexpr int kStageBytes = kWeightBytes + kRows * 128;
+  static constexpr int kOutputBytes = kRows * 128;  // of 64 features
   static constexpr int kStages =
-      ((kIsDeep ? kDeepSharedBytes : kHalfSharedBytes) - kReservedBytes) / kStageBytes;
-  static constexpr int kSharedBytes = kStages * kStageBytes + 1024;
+      ((kIsDeep ? kDeepSharedBytes : kHalfSharedBytes) - 1024 - kOutputBytes) / kStageBytes;
+  static constexpr int kSharedBytes = kStages * kStageBytes + kOutputBytes + 1024;
   static constexpr int kAccumulators = kRows / 2;
-  // The sums of the cluster's other blocks, and the outputs, reuse the memory of the stages.
+  // The sums of the cluster's other blocks reuse the memory of the stages.
   static constexpr int kSumsBytes = kAccumulators * 4 * kNumMmaThreads;  // of one block
-  static constexpr int kExchangeBytes = (kSplitK - 1) * kSumsBytes;
-  static_assert(kExchangeBytes + kRows * 128 <= kStages * kStageBytes);
+  static_assert((kSplitK - 1) * kSumsBytes <= kStages * kStageBytes);
+};
+
+// The stages of all tiles of a block, one tile after the other.
+template <typename Config>
+struct TileStages {
+  SmallMTile<Config> place;
+  int i = 0;  // stage of the tile
+  __device__ __forceinline__ void advance() {
+    if (++i < place.count) return;
+    i = 0;
+    next_tile(place);
+  }
+  static __device__ __forceinline__ void next_tile(SmallMTile<Config>& place) {
+    place.feature += static_cast<int>(gridDim.x) / Config::kSplitK * Config::kFeatures;
+  }
 };
 
 // Runs on one thread.
 template <typename Config>
 __device__ __forceinline__ void load_stages(const SmallMGemmParams& p,
-                                            const SmallMTile<Config>& place, uint32_t shared,
-                                            SharedBarriers<Config>& barriers) {
-  const int early = p.loads_weight_early ? min(place.count, Config::kStages) : 0;
+                                            const SmallMTile<Config>& place, int tiles,
+                                            uint32_t shared, SharedBarriers<Config>& barriers) {
+  const int count = tiles * place.count;
+  const int early = p.loads_weight_early ? min(count, Config::kStages) : 0;
   const auto full = [&](int stage) { return shared_address(&barriers.full[stage]); };
-  for (int i = 0; i < early; ++i) {
+  const auto memory = [&](int stage) { return shared + stage * Config::kStageBytes; };
+  TileStages<Config> next{place};
+  for (int i = 0; i < early; ++i, next.advance()) {
     barrier_arrive_expect_tx(full(i), Config::kStageBytes);
-    load_weight<Config>(p.product, place, i, shared + i * Config::kStageBytes, full(i));
+    load_weight<Config>(p.product, next.place, next.i, memory(i), full(i));
   }
   cuda::wait_for_kernel_before();
   cuda::let_next_kernel_launch();
-  for (int i = 0; i < early; ++i) {
-    load_rows<Config>(p.product, place, i, shared + i * Config::kStageBytes, full(i));
+  TileStages<Config> of_rows{place};
+  for (int i = 0; i < early; ++i, of_rows.advance()) {
+    load_rows<Config>(p.product, of_rows.place, of_rows.i, memory(i), full(i));
   }
-  load_small_m<Config>(p.product, place, shared, barriers, early);
+  PipelineState<Config::kStages> at;
+  at.phase = early > 0 ? 1 : 0;
+  for (int i = early; i < count; ++i, next.advance()) {
+    load_stage<Config>(p.product, next.place, next.i, shared, barriers, at);
+  }
 }
 
 // Returns the address in shared memory of four sums of this thread, of block `part` of the cluster.
@@ -97,8 +117,8 @@ __device__ __forceinline__ void add_parts(const SmallMTile<Config>& place, uint3
   }
 }
 
-// Adds the bias to 64 features of all rows, rounds, and stores. `outputs` are kRows x 128 bytes of
-// shared memory. Runs on a warpgroup.
+// Adds the bias to 64 features of all rows, rounds, and stores. `outputs` are
+// Config::kOutputBytes of shared memory. Runs on a warpgroup.
 template <typename Config>
 __device__ __forceinline__ void store_small_m(const SmallMGemmParams& p, int first_feature,
                                               uint32_t outputs,
@@ -108,12 +128,14 @@ __device__ __forceinline__ void store_small_m(const SmallMGemmParams& p, int fir
   const int lane = thread % 32;
   float bias[2] = {0, 0};  // of this thread's two features
   if (p.bias != nullptr) {
+    cuda::wait_for_kernel_before();  // on this thread, too
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int feature = first_feature + thread / 32 * 16 + lane / 4 + 8 * half;
       if (feature < p.product.n) bias[half] = widen(static_cast<const Out*>(p.bias)[feature]);
     }
   }
+  named_barrier_sync(1, Config::kNumMmaThreads);  // the previous tile's outputs have been read
   const int chunk = thread / 32 * 2 + lane / 8 % 2;
 #pragma unroll
   for (int w = 0; w < Config::kRows / 4; w += 4) {
@@ -145,24 +167,35 @@ __global__ void __launch_bounds__(Config::kThreads)
   extern __shared__ char dynamic_shared[];
   __shared__ SharedBarriers<Config> barriers;
   const uint32_t shared = (shared_address(dynamic_shared) + 1023) & ~uint32_t{1023};
-  const SmallMTile<Config> place(p.product);
+  const uint32_t outputs = shared + Config::kStages * Config::kStageBytes;
+  SmallMTile<Config> place(p.product);
   init_small_m<Config>(barriers);
   const bool multiplies = threadIdx.x < Config::kNumMmaThreads;
-  float sums[Config::kAccumulators];
-  if (multiplies) {
-    multiply_small_m<Config>(place, shared, barriers, sums);
-  } else {
-    if (threadIdx.x == Config::kNumMmaThreads) load_stages<Config>(p, place, shared, barriers);
+  const auto load = [&](int tiles) {
+    if (threadIdx.x == Config::kNumMmaThreads) {
+      load_stages<Config>(p, place, tiles, shared, barriers);
+    }
     __syncwarp();
-  }
+  };
+  float sums[Config::kAccumulators];
+  PipelineState<Config::kStages> at;
   if constexpr (Config::kSplitK > 1) {
+    if (multiplies) {
+      multiply_small_m<Config>(place, shared, barriers, at, sums);
+    } else {
+      load(1);
+    }
     add_parts<Config>(place, shared, multiplies, sums);
-    if (place.part > 0) return;
+    if (multiplies && place.part == 0) store_small_m<Config>(p, place.feature, outputs, sums);
+  } else if (multiplies) {
+    for (; place.feature < p.product.n; TileStages<Config>::next_tile(place)) {
+      multiply_small_m<Config>(place, shared, barriers, at, sums);
+      store_small_m<Config>(p, place.feature, outputs, sums);
+    }
+  } else {
+    const int tiles = ceil_div(p.product.n, Config::kFeatures) - static_cast<int>(blockIdx.x);
+    load(ceil_div(tiles, static_cast<int>(gridDim.x)));
   }
-  if (!multiplies) return;
-  // All warps have read the stages: in a cluster they have synchronized since.
-  if constexpr (Config::kSplitK == 1) named_barrier_sync(1, Config::kNumMmaThreads);
-  store_small_m<Config>(p, place.feature, shared + Config::kExchangeBytes, sums);
 }
 
 template <typename In, typename Out, int kRows, int kSplitK, bool kIsDeep>
@@ -178,29 +211,27 @@ KernelInfo info() {
           .shared_bytes = Config::kSharedBytes};
 }
 
-// Indexed by split_k: 1, 2, 4, and 2 with is_deep.
-template <typename In, typename Out, int kRows>
-const KernelInfo* find_split(const SmallMKernelKey& key) {
-  static const KernelInfo all[] = {
-      info<In, Out, kRows, 1, false>(), info<In, Out, kRows, 2, false>(),
-      info<In, Out, kRows, 4, false>(), info<In, Out, kRows, 2, true>()};
-  if (key.is_deep) return key.split_k == 2 ? &all[3] : nullptr;
-  switch (key.split_k) {
-    case 1:
-      return &all[0];
-    case 2:
-      return &all[1];
-    case 4:
-      return &all[2];
-    default:
-      return nullptr;
+template <typename In, typename Out, int kRows, bool kIsDeep>
+const KernelInfo* find_split(int split_k) {
+  static const KernelInfo all[] = {info<In, Out, kRows, 1, kIsDeep>(),
+                                   info<In, Out, kRows, 2, kIsDeep>(),
+                                   info<In, Out, kRows, 4, kIsDeep>()};
+  for (const KernelInfo& one : all) {
+    if (one.cluster == split_k) return &one;
   }
+  return nullptr;
+}
+
+template <typename In, typename Out, int kRows>
+const KernelInfo* find_depth(const SmallMKernelKey& key) {
+  return key.is_deep ? find_split<In, Out, kRows, true>(key.split_k)
+                     : find_split<In, Out, kRows, false>(key.split_k);
 }
 
 template <typename In, typename Out>
 const KernelInfo* find_rows(const SmallMKernelKey& key) {
-  if (key.rows <= 16) return find_split<In, Out, 16>(key);
-  return key.rows <= kMaxSmallMRows ? find_split<In, Out, kMaxSmallMRows>(key) : nullptr;
+  if (key.rows <= 16) return find_depth<In, Out, 16>(key);
+  return key.rows <= kMaxSmallMRows ? find_depth<In, Out, kMaxSmallMRows>(key) : nullptr;
 }
 
 }  // namespace

@@ -8,6 +8,8 @@
 namespace torch_overlap::sm90 {
 
 inline constexpr int kMaxSmallMRows = 32;
+inline constexpr int kSmallMFeatures = 64;  // of a tile
+inline constexpr int kSmallMDepth = 64;     // elements of k per stage
 
 struct SmallMGemmParams {
   SmallMParams product;
@@ -29,6 +31,7 @@ struct SmallMKernelKey {
 // null if there is none.
 const KernelInfo* find_small_m_kernel(const SmallMKernelKey& key);
 
+// `blocks`: split_k for each tile, or if split_k is 1 any smaller number.
 cudaError_t launch_small_m(const KernelInfo& kernel, const SmallMGemmParams& params, int blocks,
                            cudaStream_t stream);
 

@@ -473,7 +473,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const uint32_t epoch = *static_cast<const volatile uint32_t*>(words.epoch) + 1;
     const bool may_send = __all_sync(~0U, !has_failed(operation.control)) != 0;
     float sums[Config::kAccumulators];
-    sm90::multiply_small_m<Config>(place, shared, barriers, sums);
+    sm90::PipelineState<Config::kStages> at;
+    sm90::multiply_small_m<Config>(place, shared, barriers, at, sums);
     float own[Config::kNumLocalAccumulators];
     if constexpr (Config::kSplitK > 1) {
       sm90::cluster_sync();  // All stages have been read.

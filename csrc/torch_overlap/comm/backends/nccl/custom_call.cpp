@@ -396,8 +396,7 @@ void launch_plan(const Call& call, const CollectivePlan& plan, const CollectiveP
                             .threads = threads_of(plan),
                             .dependent = is_dependent,
                             .stream = stream,
-                            .cluster = static_cast<unsigned int>(plan.row_blocks),
-                            .is_urgent = call.norm != nullptr};
+                            .cluster = static_cast<unsigned int>(plan.row_blocks)};
   std::optional<KernelReduction> reduction;
   if (is_reduction(call.primitive)) {
     reduction = kernel_reduction(call.tensor.scalar_type(), call.reduce_op);
