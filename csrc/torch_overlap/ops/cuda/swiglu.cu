@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "torch_overlap/common/cuda/dependent_launch_device.h"
 #include "torch_overlap/ops/cuda/swiglu.h"
 #include "torch_overlap/overlap/cuda/values.cuh"
 
@@ -33,6 +34,7 @@ __global__ void __launch_bounds__(kThreads)
     swiglu_kernel(const __grid_constant__ SwigluParams p, unsigned int vectors_per_row,
                   unsigned int count) {
   using Elements = Pack<T, kElements>;
+  if constexpr (!kBackward) let_next_kernel_launch();  // a product of few rows
   const unsigned int position = blockIdx.x * kThreads + threadIdx.x;
   if (position >= count) return;
   const unsigned int row = position / vectors_per_row;
