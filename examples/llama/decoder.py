@@ -162,6 +162,17 @@ class Layer:
     values: Tensor
 
 
+@dataclass
+class Captured:
+    """A CUDA graph, and the function that it was captured from, which keeps its inputs."""
+
+    graph: torch.cuda.CUDAGraph
+    function: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 class Decoder:
     """Generates the likeliest tokens.
 
@@ -187,7 +198,7 @@ class Decoder:
         self.width = self.shape.hidden // self.shape.heads
         self.eps = weights.eps
         self.angles_of = partial(rotation_angles, width=self.width, base=weights.rope_base)
-        # Single kernels for all that is around its products would take a third of a step.
+        # A step has one shape. As single kernels, what is around its products takes long.
         self.attend_one = torch.compile(attend_one, dynamic=False) if self.device.type == "cuda" else attend_one
         self.sums = Sums(sums, comm, weights.eps, algorithm)
         self.scattered = ScatteredSums(comm, weights.eps, algorithm)
@@ -327,7 +338,7 @@ class Decoder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             function()
-        return graph.replay
+        return Captured(graph, function)
 
     @torch.inference_mode()
     def parts(self, batch: int) -> dict[str, Callable[[], object]]:
@@ -345,8 +356,9 @@ class Decoder:
                 F.linear(inputs[weight.size(1)], weight)
 
         def attention() -> None:
+            angles, mask = self.angles[:, position], self.is_past[position]
             for layer in self.layers:
-                self.attention(layer, qkv, batch, position, self.angles[:, position], self.is_past[position])
+                self.attention(layer, qkv, batch, position, angles, mask)
 
         def sums() -> None:
             for _ in range(2 * len(self.layers)):

@@ -66,10 +66,11 @@ def matmul_all_reduce_rms_norm(
     "sequential" over NCCL on sm_90 with few tokens runs the sum, the residual and the norm as one kernel, which rounds
     h once. Otherwise a kernel for the norm, or two of torch's, follows the sum.
 
-    On sm_90, for up to 32 rows of 16-bit floats, the kernel of the product with `next_weight` starts with that of the
-    norm (programmatic dependent launch): while the ranks exchange their sums, SMs load what their shared memory holds
-    of the weight. Such calls run in the order in which they are made, whatever communicator and stream they have, as
-    "fused" operators do: that order must be the same on all ranks.
+    If the sum and the norm are one kernel, the kernel of the product with `next_weight` starts with it (programmatic
+    dependent launch), for up to 32 rows of float16 or bfloat16, out_features in multiples of 8 and a contiguous weight:
+    while the ranks exchange their sums, SMs load what their shared memory holds of the weight. Such calls run in the
+    order in which they are made, whatever communicator and stream they have, as "fused" operators do: that order must
+    be the same on all ranks.
 
     Args:
         x: [..., k] with two or more dimensions, the same shape on all ranks.

@@ -149,6 +149,8 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   virtual bool has_rms_norm() const { return false; }
   // True if the norm of such a call may have a quantization, for rows of `row_bytes` bytes.
   virtual bool quantizes_rms_norm(at::ScalarType dtype, size_t row_bytes) const { return false; }
+  // Returns the state of the kernel that sums and normalizes in such a call. Equal on all ranks.
+  virtual NormKernel rms_norm_kernel(const Call& call) const { return NormKernel::none; }
   // Applies the norm of such a call to its `tensor`, which is already summed. Local; runs on the
   // current stream.
   virtual void run_rms_norm(const Call& call);

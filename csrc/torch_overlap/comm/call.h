@@ -138,6 +138,10 @@ struct RmsNorm {
   }
 };
 
+// A kernel that sums and normalizes. `unprepared`: the first call prepares it with the other ranks,
+// or finds that there is none.
+enum class NormKernel : uint8_t { none, unprepared, ready };
+
 // One validated operation, with everything that a backend needs to run it. Tensors are contiguous
 // (the flat one, or each part), on the communicator's device, and of one dtype; sizes match; ranks
 // are in range.

@@ -101,6 +101,13 @@ bool TorchComm::quantizes_rms_norm(const Tensor& tensor) const {
       tensor.scalar_type(), static_cast<size_t>(tensor.size(-1)) * tensor.element_size());
 }
 
+NormKernel TorchComm::rms_norm_kernel(const Tensor& tensor, const RmsNorm& norm) const {
+  const Checker check = checker("all_reduce_rms_norm");
+  Call call = norm_call(tensor, norm);
+  call.custom_collectives = check.members->context.options.custom_collectives;
+  return check.members->backend->rms_norm_kernel(call);
+}
+
 void TorchComm::add_rms_norm(const Tensor& sum, const RmsNorm& norm) {
   const Checker check = checker("add_rms_norm");
   check_rms_norm(check, sum, norm);

@@ -161,6 +161,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
                               const OpOptions& options = {});
   // True if the norm of such a tensor may have a quantization. Equal on all ranks.
   bool quantizes_rms_norm(const Tensor& tensor) const;
+  // Returns the state of the kernel of all_reduce_rms_norm for such a tensor. Equal on all ranks.
+  NormKernel rms_norm_kernel(const Tensor& tensor, const RmsNorm& norm) const;
   // Applies the residual and RMSNorm of all_reduce_rms_norm to a sum that was computed otherwise.
   // Local; one kernel on GPUs.
   void add_rms_norm(const Tensor& sum, const RmsNorm& norm);

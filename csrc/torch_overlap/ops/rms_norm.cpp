@@ -75,39 +75,44 @@ void check_next_weight(const Call& call, c10::SymIntArrayRef shape) {
 // The product of the normalized rows with the next weight, if the call has one.
 class NextProduct {
  public:
-  // Checks it, before anything is sent.
   template <typename Call>
-  NextProduct(const Call& call, const Tensor& rows) {
+  NextProduct(const Call& call, const Tensor& rows) : op_(Call::kName), rows_(rows) {
     if (!call.next_weight) return;
+    weight_ = *call.next_weight;
     c10::SymDimVector shape(rows.sym_sizes());
-    shape.back() = call.next_weight->sym_size(0);
+    shape.back() = weight_.sym_size(0);
     out_ = at::empty_symint(shape, rows.options());
-    if (is_shape_only(rows)) return;
+  }
+
+  // Checks the product, before anything is sent. `is_early`: all_reduce_rms_norm is one kernel,
+  // which waits for all that was enqueued before this call.
+  void check(bool is_early) {
+    if (!weight_.defined()) return;
     const auto matrix = [](const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : as_rows(t); };
     GemmArgs args;
-    args.lhs = {.data = matrix(rows)};
-    args.rhs = transposed_operand(*call.next_weight);
+    args.lhs = {.data = matrix(rows_)};
+    args.rhs = transposed_operand(weight_);
     args.out = matrix(out_);
-    // The kernel before it normalizes, and waits for all that was enqueued before this call.
-    args.early_start = EarlyStart::loads_rhs;
-    product_.emplace(Call::kName, std::move(args));
+    args.early_start = is_early ? EarlyStart::loads_rhs : EarlyStart::none;
+    product_.emplace(op_, std::move(args));
   }
-  // Returns a lock to hold during the call, null if none is needed: the product's kernel holds
-  // nearly all SMs while the norm waits for other ranks.
-  template <typename Call>
-  std::shared_ptr<void> lock(const Call& call) const {
+  // Returns a lock to hold until run(), if the product's kernel holds nearly all SMs while the norm
+  // waits for other ranks; null if it does not. Requires check().
+  std::shared_ptr<void> lock(const TorchComm& comm) const {
     if (!starts_early()) return nullptr;
-    return overlap_device(Call::kName, call.x.device().type())
-        .acquire_resident_kernel_lock(call.x.device());
+    return overlap_device(op_, comm.device().type()).acquire_resident_kernel_lock(comm.device());
   }
   bool starts_early() const { return product_ && product_->starts_early(); }
   void run() const {
     if (product_) product_->run();
   }
   // Returns the product, or the rows if there is no next weight.
-  Tensor result_of(const Tensor& rows) const { return out_.defined() ? out_ : rows; }
+  Tensor result() const { return out_.defined() ? out_ : rows_; }
 
  private:
+  std::string_view op_;
+  Tensor rows_;
+  Tensor weight_;
   Tensor out_;
   std::optional<Product> product_;
 };
@@ -145,28 +150,31 @@ void check_all_reduce(const Call& call) {
 using QuantizationOf = std::function<RmsNorm::Quantization(const TorchComm&)>;
 RmsNorm::Quantization no_quantization(const TorchComm&) { return {}; }
 
-// This and run_matmul() return false if the call only explains its choice (ExplainScope).
+// This and run_matmul() return false if the call only explains its choice (ExplainScope). `next`
+// may be null.
 template <typename Call>
 bool run_all_reduce(const Call& call, const Tensor& out, const Tensor& hidden,
-                    const QuantizationOf& quantization_of) {
+                    const QuantizationOf& quantization_of, NextProduct* next) {
   const auto comm = find_comm(Call::kName, call.comm, call.group_size);
   RmsNorm norm = norm_of(call.residual, hidden, call.weight, call.bias, call.eps);
   norm.terms = call.x.contiguous();
   norm.quantization = quantization_of(*comm);
+  std::shared_ptr<void> lock;
+  if (next != nullptr) {
+    next->check(comm->rms_norm_kernel(out, norm) == NormKernel::ready);
+    lock = next->lock(*comm);
+  }
   comm->all_reduce_rms_norm(out, norm);
+  if (next != nullptr) next->run();
   return true;
 }
 
 NormResults all_reduce_rms_norm_kernel(const AllReduceRmsNorm& call) {
   check_all_reduce(call);
   auto [out, hidden] = results_like(call.x.sym_sizes(), call.x);
-  const NextProduct next(call, out);
-  if (!is_shape_only(call.x)) {
-    const auto lock = next.lock(call);
-    run_all_reduce(call, out, hidden, no_quantization);
-    next.run();
-  }
-  return {next.result_of(out), std::move(hidden)};
+  NextProduct next(call, out);
+  if (!is_shape_only(call.x)) run_all_reduce(call, out, hidden, no_quantization, &next);
+  return {next.result(), std::move(hidden)};
 }
 
 NormResults all_reduce_rms_norm_autograd(const AllReduceRmsNorm& call) {
@@ -209,23 +217,23 @@ MatmulAllReduce without_norm(const Call& call) {
 }
 
 // Returns the algorithm of the product and its sum. The measurement is of a sum without a norm.
-// With a norm after it, one kernel that sums and normalizes is faster than a sum that saves a copy
-// of its operand or, of few bytes, is part of the product's kernel.
+// With a norm after it, one kernel that sums and normalizes (`has_kernel`) is faster than a sum
+// that saves a copy of its operand or, of few bytes, is part of the product's kernel.
 std::optional<Algorithm> choose_with_norm(const AllReduceProduct& product,
-                                          std::string_view algorithm) {
-  const size_t max_bytes = size_t{product.comm->size() <= 4 ? 512U : 256U} << 10;
-  const auto has_it_in_its_kernel = [&](Algorithm chosen) {
+                                          std::string_view algorithm, bool has_kernel) {
+  constexpr size_t kMaxBytes = size_t{512} << 10;
+  const auto is_replaced = [&](Algorithm chosen) {
     return algorithm == "auto" &&
            (chosen == Algorithm::low_latency ||
-            (chosen == Algorithm::fused && product.out.nbytes() <= max_bytes));
+            (chosen == Algorithm::fused && has_kernel && product.out.nbytes() <= kMaxBytes));
   };
   auto chosen = choose_forward(problem_of(product), algorithm, product.comm);
-  if (chosen && has_it_in_its_kernel(*chosen)) chosen = Algorithm::sequential;
+  if (chosen && is_replaced(*chosen)) chosen = Algorithm::sequential;
   ExplainScope* const scope = ExplainScope::current();
-  if (scope != nullptr && has_it_in_its_kernel(scope->choice->algorithm)) {
+  if (scope != nullptr && is_replaced(scope->choice->algorithm)) {
     scope->choice = {Algorithm::sequential,
-                     "what was measured as the quickest is the sum without the norm, which this "
-                     "has in its kernel",
+                     "the quickest is that of the sum without the norm, which this has in its "
+                     "kernel",
                      "rule"};
   }
   return chosen;
@@ -233,36 +241,39 @@ std::optional<Algorithm> choose_with_norm(const AllReduceProduct& product,
 
 template <typename Call>
 bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
-                const QuantizationOf& quantization_of, EarlyStart start = EarlyStart::none) {
+                const QuantizationOf& quantization_of, NextProduct* next) {
   const auto comm = find_comm(Call::kName, call.comm, call.group_size);
   AllReduceProduct product = product_of(without_norm(call), comm, out);
-  const auto algorithm = choose_with_norm(product, call.algorithm);
+  RmsNorm norm = norm_of(call.residual, hidden, call.norm_weight, call.bias, call.eps);
+  norm.quantization = quantization_of(*comm);
+  const NormKernel kernel = comm->rms_norm_kernel(out, norm);
+  const auto algorithm = choose_with_norm(product, call.algorithm, kernel != NormKernel::none);
   if (!algorithm) return false;
   const bool is_sequential = algorithm == Algorithm::sequential;
-  RmsNorm norm = norm_of(call.residual, hidden, call.norm_weight,
-                         is_sequential ? call.bias : std::nullopt, call.eps);
-  norm.quantization = quantization_of(*comm);
-  if (!is_sequential) {
-    run_all_reduce(product, *algorithm);
+  if (next != nullptr) next->check(is_sequential && kernel == NormKernel::ready);
+  if (is_sequential) {
+    product.gemm.out = product.out;
+    const bool starts_early = next != nullptr && next->starts_early();
+    product.gemm.early_start = starts_early ? EarlyStart::waits : EarlyStart::none;
+    const Product first(Call::kName, std::move(product.gemm));
+    const auto lock = next != nullptr ? next->lock(*comm) : nullptr;
+    first.run();
+    comm->all_reduce_rms_norm(out, norm);
+    if (next != nullptr) next->run();
+  } else {
+    run_all_reduce(product, *algorithm);  // with the bias
+    norm.bias = Tensor();
     comm->add_rms_norm(out, norm);
-    return true;
+    if (next != nullptr) next->run();
   }
-  product.gemm.out = product.out;
-  product.gemm.early_start = start;
-  Product(Call::kName, std::move(product.gemm)).run();
-  comm->all_reduce_rms_norm(out, norm);
   return true;
 }
 
 NormResults matmul_all_reduce_rms_norm_kernel(const MatmulAllReduceRmsNorm& call) {
   auto [out, hidden] = results_like(check_matmul(call), call.x);
-  const NextProduct next(call, out);
-  if (!is_shape_only(call.x)) {
-    const auto lock = next.lock(call);
-    const auto start = next.starts_early() ? EarlyStart::waits : EarlyStart::none;
-    if (run_matmul(call, out, hidden, no_quantization, start)) next.run();
-  }
-  return {next.result_of(out), std::move(hidden)};
+  NextProduct next(call, out);
+  if (!is_shape_only(call.x)) run_matmul(call, out, hidden, no_quantization, &next);
+  return {next.result(), std::move(hidden)};
 }
 
 NormResults matmul_all_reduce_rms_norm_autograd(const MatmulAllReduceRmsNorm& call) {
@@ -325,7 +336,7 @@ typename Call::Result quantize_rows(const Call& call, c10::SymIntArrayRef shape,
             .scale_inv = quantized.scale_inv,
             .keeps_rows = call.return_norm};
   };
-  if (run(call, out, hidden, quantization_of) && !is_quantized) {
+  if (run(call, out, hidden, quantization_of, nullptr) && !is_quantized) {
     quantized = call.scale ? quantize_delayed(Call::kName, out, *call.scale, options).first
                            : quantize(Call::kName, out, options);
   }
@@ -340,9 +351,7 @@ AllReduceRmsNormQuantize::Result all_reduce_rms_norm_quantize_kernel(
 
 MatmulAllReduceRmsNormQuantize::Result matmul_all_reduce_rms_norm_quantize_kernel(
     const MatmulAllReduceRmsNormQuantize& call) {
-  return quantize_rows(call, check_matmul(call), [](const auto&... arguments) {
-    return run_matmul<MatmulAllReduceRmsNormQuantize>(arguments...);
-  });
+  return quantize_rows(call, check_matmul(call), run_matmul<MatmulAllReduceRmsNormQuantize>);
 }
 
 }  // namespace

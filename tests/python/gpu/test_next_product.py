@@ -14,12 +14,13 @@ from torch_overlap import ops
 
 pytestmark = pytest.mark.gpu(2)
 MODES = ["auto", "ll", "ll128", "simple", "off"]
-# Rows, their length and features: one, two and four blocks of a cluster along k, one to four tiles of a block, tiles
-# and stages that end early, the most rows, and what other kernels multiply: more rows, features that are no multiple
+# Rows, their length and features: one, two and four blocks of a cluster along k, also with uneven parts, one to four
+# tiles of a block, tiles and stages that end early, the most rows, and what other kernels multiply: more rows, features that are no multiple
 # of 8, nothing.
 SHAPES = [(1, 4096, 3072), (7, 1000, 200), (16, 4096, 14336), (17, 2048, 64), (32, 8192, 1536), (3, 64, 8),
           (32, 512, 40), (5, 200, 72), (33, 4096, 3072), (2, 1024, 7), (0, 128, 64), (4, 128, 0), (1, 16384, 4096),
-          (8, 264, 9000), (16, 128, 30000), (32, 1024, 17408)]  # fmt: skip
+          (8, 264, 9000), (16, 128, 30000), (32, 1024, 17408),
+          (9, 1088, 640), (20, 1344, 128)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_a_weight_that_is_written_right_before(by_mode, seed, mode, shape):
     problem.run_next()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        problem.next.copy_(source)
+        torch.mul(source, 1, out=problem.next)
         results = problem.run_next()
     for replay in range(6):
         source.copy_(draw(problem.generator, *source.shape, dtype=source.dtype))
@@ -102,40 +103,65 @@ def test_a_weight_that_is_written_right_before(by_mode, seed, mode, shape):
 
 @pytest.mark.parametrize("rows", [1, 20, 32, 33])
 def test_both_products(comm, seed, rows):
-    """With the product before, whose operands are written right before it."""
+    """With the product before, whose operands kernels right before it write, one of which lets it start early."""
     problem = NextProblem(comm, seed, (rows, 2048, 512), torch.bfloat16)
     size, rank = comm.get_size(), comm.get_rank()
     everyone = torch.Generator("cuda").manual_seed(seed)
-    xs = [torch.empty(rows, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(size)]
-    weights = [torch.empty(2048, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(size)]
+    gates = [torch.empty(rows, 2 * 1024, dtype=torch.bfloat16, device="cuda") for _ in range(size)]
+    sources = [torch.empty(2048, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(size)]
+    weight = torch.empty(2048, 1024, dtype=torch.bfloat16, device="cuda")
 
     def run():
+        torch.mul(sources[rank], 1, out=weight)
         return ops.matmul_all_reduce_rms_norm(
-            xs[rank], weights[rank], problem.residual, problem.weight, comm, problem.bias, eps=EPS,
+            ops.swiglu(gates[rank]), weight, problem.residual, problem.weight, comm, problem.bias, eps=EPS,
             algorithm="sequential", next_weight=problem.next,
         )  # fmt: skip
 
-    graph = None
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
     for _ in range(5):
-        if graph is None:
-            run()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = run()
-        for t in (*xs, *weights):
+        for t in (*gates, *sources):
             t.copy_(draw(everyone, *t.shape, dtype=t.dtype))
+        weight.fill_(float("nan"))
         graph.replay()
+        weight.fill_(float("nan"))
         eager = run()
         assert torch.equal(captured[0], eager[0])
         assert torch.equal(captured[1], eager[1])
         exact = problem.residual.double() + problem.bias.double()
-        for x, w in zip(xs, weights, strict=True):
-            exact = exact + x.double() @ w.double().t()
+        for gate, w in zip(gates, sources, strict=True):
+            exact = exact + ops.swiglu(gate).double() @ w.double().t()
         hidden = eager[1].double()
         assert ((hidden - exact).abs() <= 0.01 * (exact.abs() + exact.square().mean().sqrt())).all()
         normed = hidden * (hidden.square().mean(-1, keepdim=True) + EPS).rsqrt() * problem.weight.double()
         product = normed @ problem.next.double().t()
         assert ((eager[0].double() - product).abs() <= 0.01 * (product.abs() + product.square().mean().sqrt())).all()
+
+
+def kernels_of(call):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    return " ".join(event.name for event in recorded.events())
+
+
+def test_the_kernel_that_starts_early(by_mode, seed):
+    """It computes up to 32 rows behind a norm of one kernel, and both products of the operator that has two."""
+    for mode, shape, expected in (("auto", (32, 4096, 3072), True), ("ll", (1, 1024, 20000), True),
+                                  ("auto", (33, 4096, 3072), False), ("auto", (8, 1024, 7), False),
+                                  ("off", (8, 1024, 512), False)):  # fmt: skip
+        problem = NextProblem(by_mode[mode], seed, shape, torch.bfloat16)
+        problem.run_next()
+        assert ("small_m_kernel" in kernels_of(problem.run_next)) == expected, (mode, shape)
+    comm, problem = by_mode["auto"], NextProblem(by_mode["auto"], seed, (8, 2048, 512), torch.bfloat16)
+    x, w = (draw(problem.generator, n, 256, dtype=torch.bfloat16) for n in (8, 2048))
+    for algorithm in ("auto", "sequential"):
+        found = kernels_of(lambda algorithm=algorithm: ops.matmul_all_reduce_rms_norm(
+            x, w, problem.residual, problem.weight, comm, algorithm=algorithm, next_weight=problem.next))  # fmt: skip
+        assert found.count("small_m_kernel") == 2, algorithm
 
 
 def test_two_communicators_at_the_same_time(make_comm, comm, seed):

@@ -194,5 +194,10 @@ def test_autocast_casts_all_operands():
         with torch.autocast("cpu", torch.bfloat16):
             out, hidden = ops.matmul_all_reduce_rms_norm(x, w, residual, gain, comm, next_weight=torch.randn(5, 8))
         assert out.dtype == hidden.dtype == torch.bfloat16
+        leaf = torch.randn(5, 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            for after in (leaf, leaf.detach()):  # with gradients and without
+                out, _ = ops.all_reduce_rms_norm(residual, residual, gain, comm, next_weight=after)
+                assert out.dtype == torch.float32
 
     run_ranks(rank, 2, backend="local")

@@ -173,7 +173,7 @@ def join_products(graph: fx.Graph) -> int:
         if weight is None or weight > norm or weight.meta["val"].dtype != rows[0].meta["val"].dtype:
             continue
         norm.update_kwarg("next_weight", weight)
-        rows[0].meta["val"] = product.meta["val"]
+        rows[0].meta = dict(product.meta)
         norm.meta["val"] = (product.meta["val"], *norm.meta["val"][1:])
         product.replace_all_uses_with(rows[0])
         graph.erase_node(product)

@@ -20,8 +20,7 @@ namespace {
 constexpr int kMaxCandidates = 8;
 
 // A launch must find its operands where the product of a whole program finds them. Small ones would
-// stay in L2 after the first launch, where the weights of another layer never are: the algorithm
-// that is then the fastest can be a fifth slower when memory is read.
+// stay in L2 after the first launch, where the weights of another layer never are.
 class ColdCache {
  public:
   explicit ColdCache(const PlanKey& key) {

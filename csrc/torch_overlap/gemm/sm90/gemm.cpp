@@ -144,17 +144,15 @@ struct SmallMLaunch {
   int blocks = 0;
 };
 
-// Two SMs are left free, as ResidentGrid does. Clusters share a tile along k if every block then
-// has an SM of its own; otherwise a block computes one tile after the other.
+// A pair of SMs is left free, as by ResidentGrid. Clusters share a tile along k if there are SMs
+// for all of them; otherwise a block computes one tile after the other.
 SmallMLaunch small_m_launch(const Problem& product, bool loads_rhs_early) {
-  const bool has_bias_type =
-      product.bias == nullptr || product.bias_type == element_type(product.out_type);
   if (product.m > kMaxSmallMRows || is_8_bit(product.lhs_type) || !product.is_lhs_k_major ||
-      !product.is_rhs_k_major || product.gelu || product.residual != nullptr || !has_bias_type ||
-      !can_run(product)) {
+      !product.is_rhs_k_major || product.gelu || product.residual != nullptr ||
+      product.bias != nullptr || !can_run(product)) {
     return {};
   }
-  const int64_t sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount - 2;
+  const int64_t sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount / 2 * 2 - 2;
   const int64_t tiles = ceil_div(product.n, kSmallMFeatures);
   const int64_t stages = ceil_div(product.k, kSmallMDepth);
   int split = 1;
@@ -166,7 +164,7 @@ SmallMLaunch small_m_launch(const Problem& product, bool loads_rhs_early) {
                                .rows = static_cast<int>(product.m),
                                .split_k = split,
                                .is_deep = loads_rhs_early}),
-          static_cast<int>(std::min(split * tiles, sms))};
+          static_cast<int>(std::min(split * tiles + split * tiles % 2, sms))};
 }
 
 }  // namespace
@@ -191,7 +189,6 @@ bool run_small_m(const Problem& product, bool loads_rhs_early) {
   params.product.stages = static_cast<int>(ceil_div(product.k, kernel->depth));
   params.out = product.out;
   params.out_stride = product.out_stride;
-  params.bias = product.bias;
   params.loads_weight_early = loads_rhs_early;
   cuda::check(launch_small_m(*kernel, params, blocks, c10::cuda::getCurrentCUDAStream()),
               "gemm: a kernel of our own");

@@ -1,5 +1,7 @@
 #include "torch_overlap/gemm/sm90/small_m_kernels.h"
 
+#include <algorithm>
+
 #include "torch_overlap/common/cuda/dependent_launch_device.h"
 #include "torch_overlap/gemm/sm90/small_m.cuh"
 
@@ -117,8 +119,8 @@ __device__ __forceinline__ void add_parts(const SmallMTile<Config>& place, uint3
   }
 }
 
-// Adds the bias to 64 features of all rows, rounds, and stores. `outputs` are
-// Config::kOutputBytes of shared memory. Runs on a warpgroup.
+// Rounds and stores 64 features of all rows. `outputs` are Config::kOutputBytes of shared memory.
+// Runs on a warpgroup.
 template <typename Config>
 __device__ __forceinline__ void store_small_m(const SmallMGemmParams& p, int first_feature,
                                               uint32_t outputs,
@@ -126,15 +128,6 @@ __device__ __forceinline__ void store_small_m(const SmallMGemmParams& p, int fir
   using Out = typename Config::Out;
   const auto thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
-  float bias[2] = {0, 0};  // of this thread's two features
-  if (p.bias != nullptr) {
-    cuda::wait_for_kernel_before();  // on this thread, too
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int feature = first_feature + thread / 32 * 16 + lane / 4 + 8 * half;
-      if (feature < p.product.n) bias[half] = widen(static_cast<const Out*>(p.bias)[feature]);
-    }
-  }
   named_barrier_sync(1, Config::kNumMmaThreads);  // the previous tile's outputs have been read
   const int chunk = thread / 32 * 2 + lane / 8 % 2;
 #pragma unroll
@@ -143,7 +136,7 @@ __device__ __forceinline__ void store_small_m(const SmallMGemmParams& p, int fir
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = 2 * (w + i);
-      rounded[i] = pack(Out{}, sums[at] + bias[i % 2], sums[at + 1] + bias[i % 2]);
+      rounded[i] = pack(Out{}, sums[at], sums[at + 1]);
     }
     const int row = 4 * w + lane / 16 * 8 + lane % 8;
     stmatrix_x4_trans(outputs + row * 128 + ((chunk ^ (row & 7)) << 4), rounded);
@@ -204,7 +197,7 @@ KernelInfo info() {
   return {.kernel = reinterpret_cast<const void*>(small_m_kernel<Config>),
           .rows = Config::kRows,
           .columns = Config::kFeatures,
-          .cluster = kSplitK,
+          .cluster = std::max(kSplitK, 2),  // pairs, as ResidentGrid has them
           .rhs_box_bytes = 128,
           .depth = Config::kDepth,
           .threads = Config::kThreads,
@@ -213,13 +206,10 @@ KernelInfo info() {
 
 template <typename In, typename Out, int kRows, bool kIsDeep>
 const KernelInfo* find_split(int split_k) {
-  static const KernelInfo all[] = {info<In, Out, kRows, 1, kIsDeep>(),
-                                   info<In, Out, kRows, 2, kIsDeep>(),
-                                   info<In, Out, kRows, 4, kIsDeep>()};
-  for (const KernelInfo& one : all) {
-    if (one.cluster == split_k) return &one;
-  }
-  return nullptr;
+  static const KernelInfo one = info<In, Out, kRows, 1, kIsDeep>();
+  static const KernelInfo two = info<In, Out, kRows, 2, kIsDeep>();
+  static const KernelInfo four = info<In, Out, kRows, 4, kIsDeep>();
+  return split_k == 1 ? &one : split_k == 2 ? &two : split_k == 4 ? &four : nullptr;
 }
 
 template <typename In, typename Out, int kRows>

@@ -15,7 +15,6 @@ struct SmallMGemmParams {
   SmallMParams product;
   void* out;
   int64_t out_stride;  // in elements
-  const void* bias;    // [n] of the type of `out`; null: none
   // Weights are loaded before the kernel before this one has ended, and rows after. If false,
   // both are loaded after.
   bool loads_weight_early;
@@ -31,7 +30,7 @@ struct SmallMKernelKey {
 // null if there is none.
 const KernelInfo* find_small_m_kernel(const SmallMKernelKey& key);
 
-// `blocks`: split_k for each tile, or if split_k is 1 any smaller number.
+// `blocks`: split_k for each tile, or if split_k is 1 any even number: clusters are pairs then.
 cudaError_t launch_small_m(const KernelInfo& kernel, const SmallMGemmParams& params, int blocks,
                            cudaStream_t stream);
 

@@ -322,6 +322,10 @@ bool NcclBackend::quantizes_rms_norm(at::ScalarType dtype, size_t row_bytes) con
   return c10::elementSize(dtype) == 2 && has_norm_kernels(dtype, row_bytes);
 }
 
+NormKernel NcclBackend::rms_norm_kernel(const Call& call) const {
+  return custom_collectives_.norm_kernel(call);
+}
+
 void NcclBackend::run_rms_norm(const Call& call) {
   const c10::cuda::CUDAGuard device(runtime_->device);
   launch_rms_norm(call, c10::cuda::getCurrentCUDAStream(runtime_->device).stream());

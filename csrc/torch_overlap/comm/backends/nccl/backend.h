@@ -69,6 +69,7 @@ class NcclBackend final : public Backend, public PendingDelete {
   bool has_windows() const override { return true; }
   bool has_rms_norm() const override { return true; }
   bool quantizes_rms_norm(at::ScalarType dtype, size_t row_bytes) const override;
+  NormKernel rms_norm_kernel(const Call& call) const override;
   void run_rms_norm(const Call& call) override;
   void prepare_windows() override;
   void begin_window() override;

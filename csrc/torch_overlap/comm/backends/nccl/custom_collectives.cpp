@@ -111,24 +111,32 @@ void CustomCollectives::load() {
 }
 
 CollectivePlan CustomCollectives::plan(const Call& call, bool is_capturing) {
-  if (call.custom_collectives == CollectiveMode::off || state_ == State::refused) return {};
+  if (state_ == State::untried) {
+    if (is_capturing || !plan_for(call, State::untried)) return {};
+    prepare();
+  }
+  return plan_for(call, state_);
+}
+
+// `untried`: plans as if this rank had every capability, so that all ranks reach prepare(), which
+// compares their capabilities.
+CollectivePlan CustomCollectives::plan_for(const Call& call, State state) const {
+  if (call.custom_collectives == CollectiveMode::off || state == State::refused) return {};
   auto problem = collective_problem(call, context_.size);
   if (!problem) return {};
   if (!has_hopper_code_) problem->row_bytes = 0;  // needs clusters
   problem->has_windows = has_windows_;
-  if (state_ == State::untried) {
-    // Plans as if this rank had every capability, so that all ranks reach prepare(), which compares
-    // their capabilities.
-    problem->max_bulk_blocks = std::max(max_bulk_blocks_, 1);
-    problem->has_ll128 = true;
-    if (is_capturing || !plan_collective(*problem, call.custom_collectives)) return {};
-    prepare();
-    if (state_ != State::ready) return {};
-  }
-  problem->max_bulk_blocks = max_bulk_blocks_;
-  problem->has_few_blocks = has_few_blocks_;
-  problem->has_ll128 = has_ll128_;
+  const bool is_untried = state == State::untried;
+  problem->max_bulk_blocks = is_untried ? std::max(max_bulk_blocks_, 1) : max_bulk_blocks_;
+  problem->has_few_blocks = !is_untried && has_few_blocks_;
+  problem->has_ll128 = is_untried || has_ll128_;
   return plan_collective(*problem, call.custom_collectives);
+}
+
+NormKernel CustomCollectives::norm_kernel(const Call& call) const {
+  const State state = state_;
+  if (plan_for(call, state).row_blocks == 0 || shares_devices_) return NormKernel::none;
+  return state == State::untried ? NormKernel::unprepared : NormKernel::ready;
 }
 
 void CustomCollectives::prepare() {
@@ -165,6 +173,7 @@ void CustomCollectives::prepare() {
   }
   memory->control = runtime_->wait_monitor().control(memory->symmetric->id(), request.name, {});
   has_ll128_ = has_hopper_code_ && memory->symmetric->has_known_links();
+  shares_devices_ = memory->symmetric->shares_devices();
   memory_ = std::move(memory);
   state_ = State::ready;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <atomic>
 
 #include <memory>
 #include <vector>
@@ -42,6 +43,8 @@ class CustomCollectives {
   // memory, for at most the communicator's timeout; if that expires, the communicator fails, and
   // the timeout is thrown.
   CollectivePlan plan(const Call& call, bool is_capturing);
+  // See Backend::rms_norm_kernel(). Any thread may call it.
+  NormKernel norm_kernel(const Call& call) const;
   // Launches a plan that is not empty. Reads and writes the call's tensors on `stream`, which is
   // the current stream. `has_launched` is set once the peers can see the operation.
   void launch(const Call& call, const CollectivePlan& plan, bool is_capturing, cudaStream_t stream,
@@ -76,6 +79,7 @@ class CustomCollectives {
   };
 
   void load_norm() const;
+  CollectivePlan plan_for(const Call& call, State state) const;
   void query_device();
   void load();
   void prepare();
@@ -83,7 +87,8 @@ class CustomCollectives {
 
   const BackendContext& context_;
   const std::shared_ptr<CommRuntime> runtime_;
-  State state_ = State::untried;
+  std::atomic<State> state_ = State::untried;  // set after what plans depend on
+  bool shares_devices_ = false;
   Fault fault_;                   // reason why this rank cannot take part
   bool has_hopper_code_ = false;  // dependent launches, clusters, bulk copies can be used
   int max_bulk_blocks_ = 0;       // CollectiveProblem's: one per SM, at most half of the SMs
