@@ -14,9 +14,9 @@ from torch_overlap import ops
 
 pytestmark = pytest.mark.gpu(2)
 MODES = ["auto", "ll", "ll128", "simple", "off"]
-# Rows, their length and features: one, two and four blocks of a cluster along k, also with uneven parts, one to four
-# tiles of a block, tiles and stages that end early, the most rows, and what other kernels multiply: more rows, features that are no multiple
-# of 8, nothing.
+# Rows, their length and features: one, two and four blocks of a cluster along k, also with uneven parts; one to four
+# tiles of a block; tiles and stages that end early; the most rows; and what other kernels multiply: more rows, features
+# that are no multiple of 8, nothing.
 SHAPES = [(1, 4096, 3072), (7, 1000, 200), (16, 4096, 14336), (17, 2048, 64), (32, 8192, 1536), (3, 64, 8),
           (32, 512, 40), (5, 200, 72), (33, 4096, 3072), (2, 1024, 7), (0, 128, 64), (4, 128, 0), (1, 16384, 4096),
           (8, 264, 9000), (16, 128, 30000), (32, 1024, 17408),
@@ -209,6 +209,8 @@ def test_beside_other_collectives(make_comm, comm, seed):
         for _ in range(3):
             problem.run_next()
 
+    sums(0)  # the first call prepares memory with the other ranks
+    torch.cuda.synchronize()
     for step in range(100):
         for call in choose.sample([sums, norms], 2):
             call(step)
