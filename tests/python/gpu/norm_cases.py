@@ -1,5 +1,7 @@
 """Shapes, inputs and references of the tests of all_reduce_rms_norm."""
 
+import time
+
 import torch
 
 from torch_overlap import ops
@@ -55,3 +57,12 @@ def same_everywhere(comm, tensors):
         every = torch.empty(comm.get_size(), bits.numel(), dtype=torch.uint8, device="cuda")
         comm.all_gather_single(every, bits, async_op=False, hints={"custom_collectives": "off"})
         assert (every == every[0]).all()
+
+
+def run_until_an_error(run):
+    """Calls run() for ten seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        run()
+        torch.cuda.synchronize()
+        time.sleep(0.05)

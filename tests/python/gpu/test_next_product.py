@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from norm_cases import EPS, Problem, draw
+from norm_cases import EPS, Problem, draw, run_until_an_error
 from small_cases import Poison
 
 import torch_overlap as to
@@ -257,14 +257,6 @@ def test_ten_thousand_replays(by_mode, seed, mode, rows, length, features):
             assert wrong.item() == 0, i
 
 
-def run_for_ten_seconds(problem):
-    begin = time.monotonic()
-    while time.monotonic() < begin + 10:
-        problem.run_next()
-        torch.cuda.synchronize()
-        time.sleep(0.05)
-
-
 def test_a_rank_that_stays_away(comm, make_comm, seed):
     """The product behind a norm that gives up ends too, and the device continues."""
     lonely = make_comm("next_away", timeout=timedelta(seconds=2))
@@ -278,7 +270,7 @@ def test_a_rank_that_stays_away(comm, make_comm, seed):
     else:
         begin = time.monotonic()
         with pytest.raises(to.Error, match="all_reduce_rms_norm"):
-            run_for_ten_seconds(problem)
+            run_until_an_error(problem.run_next)
         assert time.monotonic() - begin < 5
     lonely.abort()
     torch.cuda.synchronize()

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from norm_cases import DTYPES, EPS, MODES, SHAPES, Problem, draw, same_everywhere
+from norm_cases import DTYPES, EPS, MODES, SHAPES, Problem, draw, run_until_an_error, same_everywhere
 from small_cases import Poison
 
 import torch_overlap as to
@@ -245,14 +245,6 @@ def test_two_hundred_replays_with_a_late_rank(by_mode, seed, mode, rows, n):
     assert replay.wrong.item() == 0
 
 
-def run_until_an_error(problem):
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        problem.run()
-        torch.cuda.synchronize()
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("mode", ["ll", "ll128", "simple"])
 def test_a_rank_that_stays_away(comm, make_comm, seed, mode):
     """Blocks of a cluster give up together, and the device continues."""
@@ -268,7 +260,7 @@ def test_a_rank_that_stays_away(comm, make_comm, seed, mode):
     else:
         begin = time.monotonic()
         with pytest.raises(to.Error, match="all_reduce_rms_norm"):
-            run_until_an_error(problem)
+            run_until_an_error(problem.run)
         assert time.monotonic() - begin < 5
     lonely.abort()
     torch.cuda.synchronize()
