@@ -13,7 +13,7 @@ from torch_overlap.mesh.models import PRESETS
 from torch_overlap.mesh.transformer import predict, predict_layer
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-PRODUCTS = {2: "bench_operators-h200-tp2-2026-11-30.json", 4: "bench_operators-h200-tp4-2026-11-26.json"}
+PRODUCTS = {2: "bench_bf16-h200-tp2-2026-11-30.json", 4: "bench_operators-h200-tp4-2026-11-26.json"}
 COLLECTIVES = {2: "bench_bf16-h200-tp2-2026-11-22.json", 4: "bench_collective_ways-h200-tp4-2026-11-26.json"}
 LAYERS = {2: "layer-h200-tp2-2026-11-30.json", 4: "layer-h200-tp4-2026-11-22.json"}
 BESIDE = {"ag_gemm": "all_gather", "gemm_rs": "reduce_scatter", "gemm_ar": "all_reduce"}
