@@ -59,7 +59,7 @@ def matmul_all_reduce_rms_norm(
     next_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes h = residual + all_reduce(x weight^T) + bias, and rms_norm(h) * norm_weight: the end of a layer when
-    decoding. With `next_weight`, also the product that the next layer begins with.
+    decoding. With `next_weight`, also the product that follows.
 
         qkv, h = ops.matmul_all_reduce_rms_norm(heads, wo, h, norm.weight, comm, next_weight=next_wqkv)
 
@@ -88,7 +88,8 @@ def matmul_all_reduce_rms_norm(
     Gradient: through `matmul_all_reduce`, torch's rms_norm and linear. torch.autocast casts all operands.
 
     Raises:
-        InvalidTypeError: operands that differ in dtype or device; a dtype that is not floating point.
+        InvalidTypeError: operands that differ in dtype or device; another dtype than float16, bfloat16, float32 or
+            float64.
         InvalidValueError: shapes that do not match; a negative eps.
     """
     return _ops.matmul_all_reduce_rms_norm(

@@ -75,6 +75,7 @@ void check_next_weight(const Call& call, c10::SymIntArrayRef shape) {
 // The product of the normalized rows with the next weight, if the call has one.
 class NextProduct {
  public:
+  NextProduct() = default;  // the call has none
   template <typename Call>
   NextProduct(const Call& call, const Tensor& rows) : op_(Call::kName), rows_(rows) {
     if (!call.next_weight) return;
@@ -150,22 +151,18 @@ void check_all_reduce(const Call& call) {
 using QuantizationOf = std::function<RmsNorm::Quantization(const TorchComm&)>;
 RmsNorm::Quantization no_quantization(const TorchComm&) { return {}; }
 
-// This and run_matmul() return false if the call only explains its choice (ExplainScope). `next`
-// may be null.
+// This and run_matmul() return false if the call only explains its choice (ExplainScope).
 template <typename Call>
 bool run_all_reduce(const Call& call, const Tensor& out, const Tensor& hidden,
-                    const QuantizationOf& quantization_of, NextProduct* next) {
+                    const QuantizationOf& quantization_of, NextProduct& next) {
   const auto comm = find_comm(Call::kName, call.comm, call.group_size);
   RmsNorm norm = norm_of(call.residual, hidden, call.weight, call.bias, call.eps);
   norm.terms = call.x.contiguous();
   norm.quantization = quantization_of(*comm);
-  std::shared_ptr<void> lock;
-  if (next != nullptr) {
-    next->check(comm->rms_norm_kernel(out, norm) == NormKernel::ready);
-    lock = next->lock(*comm);
-  }
+  next.check(comm->rms_norm_kernel(out, norm) == NormKernel::ready);
+  const auto lock = next.lock(*comm);
   comm->all_reduce_rms_norm(out, norm);
-  if (next != nullptr) next->run();
+  next.run();
   return true;
 }
 
@@ -173,7 +170,7 @@ NormResults all_reduce_rms_norm_kernel(const AllReduceRmsNorm& call) {
   check_all_reduce(call);
   auto [out, hidden] = results_like(call.x.sym_sizes(), call.x);
   NextProduct next(call, out);
-  if (!is_shape_only(call.x)) run_all_reduce(call, out, hidden, no_quantization, &next);
+  if (!is_shape_only(call.x)) run_all_reduce(call, out, hidden, no_quantization, next);
   return {next.result(), std::move(hidden)};
 }
 
@@ -232,7 +229,7 @@ std::optional<Algorithm> choose_with_norm(const AllReduceProduct& product,
   ExplainScope* const scope = ExplainScope::current();
   if (scope != nullptr && is_replaced(scope->choice->algorithm)) {
     scope->choice = {Algorithm::sequential,
-                     "the quickest is that of the sum without the norm, which this has in its "
+                     "the quickest of the sum without the norm would leave the norm to another "
                      "kernel",
                      "rule"};
   }
@@ -241,7 +238,7 @@ std::optional<Algorithm> choose_with_norm(const AllReduceProduct& product,
 
 template <typename Call>
 bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
-                const QuantizationOf& quantization_of, NextProduct* next) {
+                const QuantizationOf& quantization_of, NextProduct& next) {
   const auto comm = find_comm(Call::kName, call.comm, call.group_size);
   AllReduceProduct product = product_of(without_norm(call), comm, out);
   RmsNorm norm = norm_of(call.residual, hidden, call.norm_weight, call.bias, call.eps);
@@ -250,29 +247,28 @@ bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
   const auto algorithm = choose_with_norm(product, call.algorithm, kernel != NormKernel::none);
   if (!algorithm) return false;
   const bool is_sequential = algorithm == Algorithm::sequential;
-  if (next != nullptr) next->check(is_sequential && kernel == NormKernel::ready);
+  next.check(is_sequential && kernel == NormKernel::ready);
+  std::shared_ptr<void> lock;
   if (is_sequential) {
     product.gemm.out = product.out;
-    const bool starts_early = next != nullptr && next->starts_early();
-    product.gemm.early_start = starts_early ? EarlyStart::waits : EarlyStart::none;
+    product.gemm.early_start = next.starts_early() ? EarlyStart::waits : EarlyStart::none;
     const Product first(Call::kName, std::move(product.gemm));
-    const auto lock = next != nullptr ? next->lock(*comm) : nullptr;
+    lock = next.lock(*comm);
     first.run();
     comm->all_reduce_rms_norm(out, norm);
-    if (next != nullptr) next->run();
   } else {
     run_all_reduce(product, *algorithm);  // with the bias
     norm.bias = Tensor();
     comm->add_rms_norm(out, norm);
-    if (next != nullptr) next->run();
   }
+  next.run();
   return true;
 }
 
 NormResults matmul_all_reduce_rms_norm_kernel(const MatmulAllReduceRmsNorm& call) {
   auto [out, hidden] = results_like(check_matmul(call), call.x);
   NextProduct next(call, out);
-  if (!is_shape_only(call.x)) run_matmul(call, out, hidden, no_quantization, &next);
+  if (!is_shape_only(call.x)) run_matmul(call, out, hidden, no_quantization, next);
   return {next.result(), std::move(hidden)};
 }
 
@@ -336,7 +332,8 @@ typename Call::Result quantize_rows(const Call& call, c10::SymIntArrayRef shape,
             .scale_inv = quantized.scale_inv,
             .keeps_rows = call.return_norm};
   };
-  if (run(call, out, hidden, quantization_of, nullptr) && !is_quantized) {
+  NextProduct none;
+  if (run(call, out, hidden, quantization_of, none) && !is_quantized) {
     quantized = call.scale ? quantize_delayed(Call::kName, out, *call.scale, options).first
                            : quantize(Call::kName, out, options);
   }

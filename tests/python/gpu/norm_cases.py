@@ -2,8 +2,10 @@
 
 import time
 
+import pytest
 import torch
 
+import torch_overlap as to
 from torch_overlap import ops
 
 EPS = 1e-5
@@ -60,9 +62,28 @@ def same_everywhere(comm, tensors):
 
 
 def run_until_an_error(run):
-    """Calls run() for ten seconds."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         run()
         torch.cuda.synchronize()
         time.sleep(0.05)
+
+
+def last_rank_stays_away(comm, problem, run):
+    """Checks that run(), over a communicator with a timeout of two seconds, ends with an error on the other ranks, and
+    that the device continues."""
+    torch.cuda.synchronize()
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    if comm.get_rank() == comm.get_size() - 1:
+        time.sleep(5)
+    else:
+        begin = time.monotonic()
+        with pytest.raises(to.Error, match="all_reduce_rms_norm"):
+            run_until_an_error(run)
+        assert time.monotonic() - begin < 5
+    problem.comm.abort()
+    torch.cuda.synchronize()
+    x = torch.ones(100, device="cuda")
+    comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+    assert (x == comm.get_size()).all()

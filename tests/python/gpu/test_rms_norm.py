@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from norm_cases import DTYPES, EPS, MODES, SHAPES, Problem, draw, run_until_an_error, same_everywhere
+from norm_cases import DTYPES, EPS, MODES, SHAPES, Problem, draw, last_rank_stays_away, same_everywhere
 from small_cases import Poison
 
 import torch_overlap as to
@@ -251,22 +251,7 @@ def test_a_rank_that_stays_away(comm, make_comm, seed, mode):
     lonely = make_comm(f"norm_away_{mode}", timeout=timedelta(seconds=2), hints={"custom_collectives": mode})
     problem = Problem(lonely, seed, (40, 8192), torch.bfloat16)
     problem.check(problem.run())
-    torch.cuda.synchronize()
-    comm.barrier(async_op=False)
-    torch.cuda.synchronize()
-    last = comm.get_size() - 1
-    if comm.get_rank() == last:
-        time.sleep(5)
-    else:
-        begin = time.monotonic()
-        with pytest.raises(to.Error, match="all_reduce_rms_norm"):
-            run_until_an_error(problem.run)
-        assert time.monotonic() - begin < 5
-    lonely.abort()
-    torch.cuda.synchronize()
-    x = torch.ones(100, device="cuda")
-    comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
-    assert (x == comm.get_size()).all()
+    last_rank_stays_away(comm, problem, problem.run)
 
 
 def test_the_recorder_and_hooks_name_it(by_mode, seed):

@@ -176,9 +176,11 @@ def join_products(graph: fx.Graph) -> int:
         rows[0].meta = dict(product.meta)
         norm.meta["val"] = (product.meta["val"], *norm.meta["val"][1:])
         product.replace_all_uses_with(rows[0])
+        (transposed,) = (node for node in product.all_input_nodes if node is not rows[0])
         graph.erase_node(product)
+        if not transposed.users:
+            graph.erase_node(transposed)
         joined += 1
-    graph.eliminate_dead_code()  # transposed weights
     return joined
 
 

@@ -110,15 +110,17 @@ std::optional<sm90::Problem> custom_kernel_problem_of(const GemmProblem& problem
   return custom_kernel_problem(call, call.d);
 }
 
-// Returns false if there is no kernel for it.
-bool run_early(const GemmProblem& problem) {
-  if (problem.args.early_start == EarlyStart::none || has_bias_grad_over_k(problem)) return false;
+// Calls sm90::load_small_m() or sm90::run_small_m(). Returns false if there is no kernel for it.
+template <typename Function>
+bool with_early_kernel(const GemmProblem& problem, const Function& function) {
+  const EarlyStart start = problem.args.early_start;
+  if (start == EarlyStart::none || has_bias_grad_over_k(problem)) return false;
   const auto product = custom_kernel_problem_of(problem);
-  return product && sm90::run_small_m(*product, problem.args.early_start == EarlyStart::loads_rhs);
+  return product && function(*product, start == EarlyStart::loads_rhs);
 }
 
 void run_problem(cublasLtHandle_t handle, const GemmProblem& problem) {
-  if (run_early(problem)) return;
+  if (with_early_kernel(problem, sm90::run_small_m)) return;
   if (problem.lhs.data.scalar_type() == at::kDouble) return run_double(problem);
   const auto* device = at::cuda::getCurrentDeviceProperties();
   const auto mode = problem.lhs.scaling;
@@ -143,11 +145,9 @@ class CublasLtGemm final : public GemmBackend {
 
   bool load_early(const GemmProblem& problem) override {
     const auto [m, n, k] = problem.shape;
-    if (m == 0 || n == 0 || k == 0 || has_bias_grad_over_k(problem)) return false;
+    if (m == 0 || n == 0 || k == 0) return false;
     const c10::cuda::CUDAGuard guard(problem.args.out.device());
-    const auto product = custom_kernel_problem_of(problem);
-    return product &&
-           sm90::load_small_m(*product, problem.args.early_start == EarlyStart::loads_rhs);
+    return with_early_kernel(problem, sm90::load_small_m);
   }
 
   std::vector<std::string> custom_kernels(const GemmProblem& problem) override {

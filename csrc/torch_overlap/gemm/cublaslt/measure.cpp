@@ -26,9 +26,8 @@ class ColdCache {
   explicit ColdCache(const PlanKey& key) {
     const auto device = static_cast<c10::DeviceIndex>(key.device);
     const int64_t l2 = at::cuda::getDeviceProperties(device)->l2CacheSize;
-    constexpr int64_t kMinElementBytes = 1;
-    const int64_t operands = (key.m * key.k + key.k * key.n) * kMinElementBytes;
-    if (operands >= 4 * l2) return;  // what is in L2 then does not matter
+    const int64_t elements = key.m * key.k + key.k * key.n;  // of one byte or more
+    if (elements >= 4 * l2) return;                          // L2 then holds a small part of them
     constexpr int64_t kElementBytes = 8;
     try {
       memory_ = at::zeros({2 * l2 / kElementBytes},

@@ -163,7 +163,7 @@ SmallMLaunch small_m_launch(const Problem& product, bool loads_rhs_early) {
   return {find_small_m_kernel({.type = element_type(product.out_type),
                                .rows = static_cast<int>(product.m),
                                .split_k = split,
-                               .is_deep = loads_rhs_early}),
+                               .loads_weight_early = loads_rhs_early}),
           static_cast<int>(std::min(split * tiles + split * tiles % 2, sms))};
 }
 
@@ -189,7 +189,6 @@ bool run_small_m(const Problem& product, bool loads_rhs_early) {
   params.product.stages = static_cast<int>(ceil_div(product.k, kernel->depth));
   params.out = product.out;
   params.out_stride = product.out_stride;
-  params.loads_weight_early = loads_rhs_early;
   cuda::check(launch_small_m(*kernel, params, blocks, c10::cuda::getCurrentCUDAStream()),
               "gemm: a kernel of our own");
   return true;

@@ -12,16 +12,16 @@
 namespace torch_overlap::sm90 {
 namespace {
 
-// Shared memory of a block, of which an SM has 228 KiB.
-constexpr int kHalfSharedBytes = 104 * 1024;
-constexpr int kDeepSharedBytes = 208 * 1024;
+// Shared memory of a block, of which an SM has 228 KiB. What is loaded early is bound by it.
+constexpr int shared_bytes(bool loads_early) { return (loads_early ? 208 : 104) * 1024; }
 
-template <typename In_, typename Out_, int kRows_, int kSplitK_, bool kIsDeep>
+template <typename In_, typename Out_, int kRows_, int kSplitK_, bool kLoadsEarly_>
 struct SmallMGemmConfig {
   using In = In_;
   using Out = Out_;
   static constexpr int kRows = kRows_;
   static constexpr int kSplitK = kSplitK_;
+  static constexpr bool kLoadsEarly = kLoadsEarly_;
   static constexpr bool kIsWeightKMajor = true;
   static constexpr int kNumMmaWarpgroups = 1;
   static constexpr int kFeatures = kSmallMFeatures;
@@ -33,8 +33,7 @@ struct SmallMGemmConfig {
   static constexpr int kWeightBytes = kFeatures * 128;
   static constexpr int kStageBytes = kWeightBytes + kRows * 128;
   static constexpr int kOutputBytes = kRows * 128;  // of 64 features
-  static constexpr int kStages =
-      ((kIsDeep ? kDeepSharedBytes : kHalfSharedBytes) - 1024 - kOutputBytes) / kStageBytes;
+  static constexpr int kStages = (shared_bytes(kLoadsEarly) - 1024 - kOutputBytes) / kStageBytes;
   static constexpr int kSharedBytes = kStages * kStageBytes + kOutputBytes + 1024;
   static constexpr int kAccumulators = kRows / 2;
   // The sums of the cluster's other blocks reuse the memory of the stages.
@@ -63,7 +62,7 @@ __device__ __forceinline__ void load_stages(const SmallMGemmParams& p,
                                             const SmallMTile<Config>& place, int tiles,
                                             uint32_t shared, SharedBarriers<Config>& barriers) {
   const int count = tiles * place.count;
-  const int early = p.loads_weight_early ? min(count, Config::kStages) : 0;
+  const int early = Config::kLoadsEarly ? min(count, Config::kStages) : 0;
   const auto full = [&](int stage) { return shared_address(&barriers.full[stage]); };
   const auto memory = [&](int stage) { return shared + stage * Config::kStageBytes; };
   TileStages<Config> next{place};
@@ -191,9 +190,9 @@ __global__ void __launch_bounds__(Config::kThreads)
   }
 }
 
-template <typename In, typename Out, int kRows, int kSplitK, bool kIsDeep>
+template <typename In, typename Out, int kRows, int kSplitK, bool kLoadsEarly>
 KernelInfo info() {
-  using Config = SmallMGemmConfig<In, Out, kRows, kSplitK, kIsDeep>;
+  using Config = SmallMGemmConfig<In, Out, kRows, kSplitK, kLoadsEarly>;
   return {.kernel = reinterpret_cast<const void*>(small_m_kernel<Config>),
           .rows = Config::kRows,
           .columns = Config::kFeatures,
@@ -204,24 +203,24 @@ KernelInfo info() {
           .shared_bytes = Config::kSharedBytes};
 }
 
-template <typename In, typename Out, int kRows, bool kIsDeep>
+template <typename In, typename Out, int kRows, bool kLoadsEarly>
 const KernelInfo* find_split(int split_k) {
-  static const KernelInfo one = info<In, Out, kRows, 1, kIsDeep>();
-  static const KernelInfo two = info<In, Out, kRows, 2, kIsDeep>();
-  static const KernelInfo four = info<In, Out, kRows, 4, kIsDeep>();
+  static const KernelInfo one = info<In, Out, kRows, 1, kLoadsEarly>();
+  static const KernelInfo two = info<In, Out, kRows, 2, kLoadsEarly>();
+  static const KernelInfo four = info<In, Out, kRows, 4, kLoadsEarly>();
   return split_k == 1 ? &one : split_k == 2 ? &two : split_k == 4 ? &four : nullptr;
 }
 
 template <typename In, typename Out, int kRows>
-const KernelInfo* find_depth(const SmallMKernelKey& key) {
-  return key.is_deep ? find_split<In, Out, kRows, true>(key.split_k)
-                     : find_split<In, Out, kRows, false>(key.split_k);
+const KernelInfo* find_start(const SmallMKernelKey& key) {
+  return key.loads_weight_early ? find_split<In, Out, kRows, true>(key.split_k)
+                                : find_split<In, Out, kRows, false>(key.split_k);
 }
 
 template <typename In, typename Out>
 const KernelInfo* find_rows(const SmallMKernelKey& key) {
-  if (key.rows <= 16) return find_depth<In, Out, 16>(key);
-  return key.rows <= kMaxSmallMRows ? find_depth<In, Out, kMaxSmallMRows>(key) : nullptr;
+  if (key.rows <= 16) return find_start<In, Out, 16>(key);
+  return key.rows <= kMaxSmallMRows ? find_start<In, Out, kMaxSmallMRows>(key) : nullptr;
 }
 
 }  // namespace

@@ -15,16 +15,15 @@ struct SmallMGemmParams {
   SmallMParams product;
   void* out;
   int64_t out_stride;  // in elements
-  // Weights are loaded before the kernel before this one has ended, and rows after. If false,
-  // both are loaded after.
-  bool loads_weight_early;
 };
 
 struct SmallMKernelKey {
   ElementType type;  // bf16 or f16, of all matrices
   int rows;          // at most kMaxSmallMRows
   int split_k;       // blocks of a cluster that share a tile along k: 1, 2 or 4
-  bool is_deep;      // nearly all of an SM's shared memory in place of nearly half of it
+  // Weights are loaded before the kernel before this one has ended, and rows after. If false, both
+  // are loaded after.
+  bool loads_weight_early;
 };
 // `columns` are the features of a tile, `rows` the rows of a box of SmallMParams::rows. Returns
 // null if there is none.

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
     swiglu_kernel(const __grid_constant__ SwigluParams p, unsigned int vectors_per_row,
                   unsigned int count) {
   using Elements = Pack<T, kElements>;
-  if constexpr (!kBackward) let_next_kernel_launch();  // as a product of few rows does
+  if constexpr (!kBackward) let_next_kernel_launch();  // the product may start
   const unsigned int position = blockIdx.x * kThreads + threadIdx.x;
   if (position >= count) return;
   const unsigned int row = position / vectors_per_row;

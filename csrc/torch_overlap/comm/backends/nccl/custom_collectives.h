@@ -1,8 +1,8 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
-#include <atomic>
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -95,7 +95,7 @@ class CustomCollectives {
   bool has_few_blocks_ = false;   // because of a hint
   bool has_ll128_ = false;        // CollectiveProblem's; set by prepare()
   std::shared_ptr<Memory> memory_;
-  bool has_windows_ = false;  // true from begin_window() on
+  std::atomic<bool> has_windows_ = false;  // true from begin_window() on
   std::vector<Window> windows_;
 };
 
