@@ -33,7 +33,6 @@ from torch_overlap.mesh._core import (
     wire_bytes,
 )
 from torch_overlap.mesh.auto import ShardingChoice, auto_shard
-from torch_overlap.mesh.autograd import begin_backward
 from torch_overlap.mesh.calibrate import calibrate
 from torch_overlap.mesh.checkpoint import (
     load_sharded_optimizer_state_dict,
@@ -76,8 +75,8 @@ from torch_overlap.mesh.trace import Traced, trace
 from torch_overlap.mesh.value_spec import gradient_layout
 from torch_overlap.mesh.vmap import vmap
 
-register(run_function=run_function, begin_backward=begin_backward, shard=shard)
-del run_function, begin_backward, register
+register(run_function=run_function, shard=shard)
+del run_function, register
 
 __all__ = [
     "AutoShard",

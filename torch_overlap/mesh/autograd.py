@@ -13,10 +13,10 @@ from torch_overlap.mesh.dynamo import NOT_IN_A_GRAPH
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.value_spec import gradient_of, spec_of, target_of, with_invariant_rest
 
-__all__ = ["AUTOGRAD", "begin_backward"]
+__all__ = ["AUTOGRAD"]
 
 
-def begin_backward(y: Sharded, gradient: Sharded | None, op: str = "backward") -> tuple[Tensor, Tensor]:
+def _begin(y: Sharded, gradient: Sharded | None, op: str) -> tuple[Tensor, Tensor]:
     """Returns the local tensor that a backward pass starts at, and its gradient."""
     if gradient is None:
         if y.shape.numel() != 1:
@@ -51,7 +51,7 @@ def _begin_all(op: str, tensors: Any, gradients: Any) -> tuple[list[Tensor], lis
         given = [gradients] if isinstance(gradients, Sharded | Tensor) else list(gradients)
     if len(given) != len(outputs):
         raise InvalidValueError(f"{op}: expected a gradient for each of {len(outputs)} values, got {len(given)}")
-    pairs = [begin_backward(y, g, op) for y, g in zip(outputs, given, strict=True)]
+    pairs = [_begin(y, g, op) for y, g in zip(outputs, given, strict=True)]
     return [local for local, _ in pairs], [own for _, own in pairs]
 
 

@@ -44,7 +44,7 @@ from torch_overlap.mesh.matmuls import (
     uneven_shards,
 )
 from torch_overlap.mesh.program import Program, Ref
-from torch_overlap.mesh.rules import rule_of
+from torch_overlap.mesh.rules import rule_of, widens
 from torch_overlap.mesh.sharded import Provenance, Sharded, provenance_of
 from torch_overlap.mesh.sparse_gradients import has_sparse_gradient, refuse_sparse_gradient
 from torch_overlap.mesh.value_spec import ValueSpec, replicated_spec, spec_of
@@ -61,7 +61,7 @@ class RecipeStep:
     Attributes:
         call: The operator, on global shapes.
         found: The strategies that `propagate` compared; None without operands.
-        strategy: The selected strategy: the cheapest that moves no anchored operand.
+        strategy: The selected strategy: the cheapest that moves no anchored operand, and adds no narrow terms.
         plans: The plan that moves each operand.
         inputs: (value, the ValueSpec that it must have).
         run_local: The operator on a rank's local tensors.
@@ -82,7 +82,7 @@ class RecipeStep:
     is_deferred_matmul: bool = False
     sizes: tuple[int, int, int] = (0, 0, 0)  # rows, columns and inner size of the local product
     uneven: UnevenShards = ()  # for the weight of a product
-    # Results that are used, until their shapes have been checked by the first eager run.
+    # Results that are used, until their shapes and dtypes have been checked by the first eager run.
     unchecked: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class RecipeStep:
             return f"{self.call.name}: the same on every rank\n"
         text = self.found.explain()
         if self.strategy.roles != self.found.chosen.roles:
-            text += f"  used: {self.strategy.roles}, which moves no anchored operand\n"
+            text += f"  used: {self.strategy.roles}, which moves no anchored operand and adds no narrow terms\n"
         return text
 
     # Functions that Dynamo traces call methods as RecipeStep.run(step, ...): it guards functions, not bound methods.
@@ -123,13 +123,14 @@ class RecipeStep:
     def _check_shapes(self, results: Sequence[Tensor]) -> None:
         """Compares the first results with the layouts, which hold what torch computes from shapes alone.
 
-        Unused ones (statistics of a norm, offsets of bags) may have other shapes, by device.
+        Unused ones (statistics of a norm, offsets of bags) may have other shapes and dtypes, by device.
         """
         for number, result, spec in zip(self.numbers, results, self.outputs, strict=True):
-            if number in self.unchecked and tuple(result.shape) != spec.local_shape:
+            expected, got = (spec.local_shape, spec.dtype), (tuple(result.shape), result.dtype)
+            if number in self.unchecked and expected != got:
                 raise UnsupportedError(
-                    f"{self.call.name}: expected a local result of shape {spec.local_shape} by torch's own shape "
-                    f"function, got {tuple(result.shape)}; compute it on .local, or on a plain tensor (.full())"
+                    f"{self.call.name}: expected a local result of shape {expected[0]} and {expected[1]} by torch's "
+                    f"shape function, got {got[0]} and {got[1]}; compute it on .local, or on a plain tensor (.full())"
                 )
         self.unchecked = frozenset()
 
@@ -418,6 +419,27 @@ def _name(func: Callable[..., Any]) -> str:
     return name.strip("_") if name.endswith("__") else name.lstrip("_")
 
 
+def _adds_narrow_terms(call: AtenCall, strategy: Strategy) -> bool:
+    """Returns True if the terms of a partial operand are converted to a dtype that has not all of its values, or to a
+    wider one after they wrapped around: terms of uint8 are a value modulo 256."""
+    return any(
+        layout.partial and not all(widens(operand.dtype.to_real(), output.dtype.to_real()) for output in call.outputs)
+        for operand, layout in zip(call.inputs, strategy.inputs, strict=True)
+    )
+
+
+def _plans(mesh: MeshComms, inputs: Sequence[ValueSpec], strategy: Strategy) -> list[Plan]:
+    """Returns the plans that move the operands to the layouts of a strategy."""
+    return [
+        mesh.plan(spec.layout, to, spec.shape, spec.dtype.itemsize)
+        for spec, to in zip(inputs, strategy.inputs, strict=True)
+    ]
+
+
+def _moves_anchored(inputs: Sequence[ValueSpec], plans: Sequence[Plan]) -> bool:
+    return any(spec.anchored and plan.num_sends for spec, plan in zip(inputs, plans, strict=True))
+
+
 def _make_step(
     call: AtenCall, numbers: Sequence[int], inputs: Sequence[ValueSpec], mesh: MeshComms, device: torch.device
 ) -> RecipeStep:
@@ -431,16 +453,11 @@ def _make_step(
     sizes = [x.dtype.itemsize for x in (*call.inputs, *call.outputs)]
     found = propagate(rule, [spec.layout for spec in inputs], mesh.cost, sizes)
     strategy, plans = found.chosen, found.plans
-    for other in found.strategies if any(spec.anchored for spec in inputs) else ():
-        input_plans = [
-            mesh.plan(spec.layout, to, spec.shape, spec.dtype.itemsize)
-            for spec, to in zip(inputs, other.inputs, strict=True)
-        ]
-        if not any(
-            spec.anchored and input_plan.num_sends for spec, input_plan in zip(inputs, input_plans, strict=True)
-        ):
-            strategy, plans = other, input_plans
-            break
+    if any(spec.anchored for spec in inputs) or _adds_narrow_terms(call, strategy):
+        exact = [other for other in found.strategies if not _adds_narrow_terms(call, other)]
+        planned = [(other, _plans(mesh, inputs, other)) for other in exact]
+        stay = [one for one in planned if not _moves_anchored(inputs, one[1])]
+        strategy, plans = [*stay, *planned, (strategy, plans)][0]
     needed = [spec_of(mesh, to, spec.shape, spec.dtype) for to, spec in zip(strategy.inputs, inputs, strict=True)]
     local = local_call(call, own_rule, strategy.inputs, strategy.outputs, mesh.rank, device)
     if has_sparse_gradient(call) and needed[0].layout != inputs[0].layout:

@@ -43,7 +43,7 @@ def _scaled_sum(bias: Tensor, product: Tensor, beta: Any, alpha: Any) -> Tensor:
     if alpha != 1:
         product = product * alpha
     if beta == 0:
-        return product
+        bias = bias.nan_to_num()  # torch ignores its values; its gradient is zeros
     return product + (bias if beta == 1 else bias * beta)
 
 
@@ -99,13 +99,6 @@ def _repeat_interleave(x: Tensor, repeats: Any, dim: int | None = None, *, outpu
     out = list(x.shape)
     out[dim] *= repeats
     return x.unsqueeze(dim + 1).expand(wide).reshape(out)
-
-
-def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    if x.dim() == 0:
-        return NotImplemented
-    values, indices = torch.sort(x, dim=dim, descending=largest)
-    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
 
 
 def _one_hot(x: Tensor, num_classes: int = -1) -> Any:
@@ -224,7 +217,6 @@ EXPANSIONS: dict[str, Callable[..., Any]] = {
     "constant_pad_nd": _constant_pad,
     "repeat": _repeat,
     "repeat_interleave": _repeat_interleave,
-    "topk": _topk,
     "one_hot": _one_hot,
     "linalg_vector_norm": _norm,
     "var": _var,

@@ -77,7 +77,8 @@ def _cross_entropy(
 
 
 def _mse(x: Tensor, target: Tensor, reduction: int = _MEAN) -> Any:
-    difference = x - target
+    dtype = torch.promote_types(x.dtype, target.dtype)
+    difference = as_type(x, dtype) - as_type(target, dtype)  # a difference of bools is an error
     return _reduced(difference * difference, reduction)
 
 

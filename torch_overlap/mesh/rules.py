@@ -12,7 +12,7 @@ from torch_overlap.mesh.expand import EXPANSIONS
 from torch_overlap.mesh.rules_compute import COMPUTE
 from torch_overlap.mesh.rules_move import MOVES
 
-__all__ = ["known_operators", "rule_of"]
+__all__ = ["known_operators", "rule_of", "widens"]
 
 # Behaviour of elementwise operators on partial inputs. An operator with a scalar and a tensor may behave differently:
 # see _elementwise.
@@ -89,7 +89,7 @@ def _elementwise(name: str, call: AtenCall) -> str | None:
     if name in _CASTS or name == "type_as":
         if len(call.inputs) != 1 and name != "type_as":
             return None
-        return "move" if len(call.inputs) == 1 and _widens(call.inputs[0].dtype, call.outputs[0].dtype) else "nonlinear"
+        return "move" if len(call.inputs) == 1 and widens(call.inputs[0].dtype, call.outputs[0].dtype) else "nonlinear"
     if name in _REINTERPRETED:
         return "nonlinear" if call.inputs[0].dtype.itemsize == call.outputs[0].dtype.itemsize else None
     if name in _LINEAR:
@@ -107,12 +107,13 @@ def _elementwise(name: str, call: AtenCall) -> str | None:
 def _scaling(call: AtenCall) -> str:
     """Returns the behaviour of a product with a scalar. An infinite factor, or a division by 0, gives NaN if the terms
     of a partial sum have different signs."""
-    number = call.argument(1, "other", 1)
+    number = next(arg for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, int | float | complex))
     return "linear" if cmath.isfinite(number) and (number != 0 or call.name == "mul") else "nonlinear"
 
 
-def _widens(before: torch.dtype, after: torch.dtype) -> bool:
-    """Returns True if every value of `before` is representable in `after`."""
+def widens(before: torch.dtype, after: torch.dtype) -> bool:
+    """Returns True if terms of a value in `before` may be converted to `after` before they are added up: it has all
+    their values. Terms of integers do not add up in other integers, in which they wrap around elsewhere."""
     if before == after:
         return True
     if not (before.is_floating_point and after.is_floating_point):

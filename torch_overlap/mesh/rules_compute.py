@@ -93,6 +93,10 @@ def _along(call: AtenCall) -> OpRule | None:
     return OpRule.along(name, call.inputs[0].shape, [dims] if isinstance(dims, int) else list(dims))
 
 
+def _topk(call: AtenCall) -> OpRule | None:
+    return OpRule.along("topk", call.inputs[0].shape, [call.argument(2, "dim", -1)], [x.shape for x in call.outputs])
+
+
 def _norm(call: AtenCall) -> OpRule | None:
     normalized = call.args[1]
     dims = len(normalized) if isinstance(normalized, list | tuple) else 1
@@ -196,6 +200,7 @@ COMPUTE: dict[str, Callable[[AtenCall], OpRule | None]] = {
     **dict.fromkeys(
         ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp"), _along
     ),
+    "topk": _topk,
     **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm"), _norm),
     "group_norm": _group_norm,
     "batch_norm": _batch_norm,

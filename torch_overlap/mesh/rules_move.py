@@ -7,6 +7,7 @@ from typing import Any
 
 from torch_overlap.mesh._core import OpRule
 from torch_overlap.mesh.aten_call import AtenCall
+from torch_overlap.mesh.sparse_gradients import has_sparse_gradient
 
 __all__ = ["MOVES", "RESHAPES", "dims_of_argument", "equation", "names_of", "taken_index"]
 
@@ -87,7 +88,7 @@ def _split(call: AtenCall) -> OpRule | None:
 
 def _take(call: AtenCall) -> OpRule | None:
     if call.name == "embedding":
-        if call.argument(3, "scale_grad_by_freq", False) or call.argument(4, "sparse", False):
+        if call.argument(3, "scale_grad_by_freq", False) or has_sparse_gradient(call):
             return None  # counts of the whole batch
         dim = 0
     else:
@@ -115,7 +116,7 @@ def _gather(call: AtenCall) -> OpRule | None:
     """Returns the rule of out[i, j] = x[i, index[i, j]]. If sharded along the dimension, every rank gathers from its
     own part."""
     x, index = (list(operand.shape) for operand in call.inputs)
-    if not x or len(x) != len(index):
+    if not x or len(x) != len(index) or has_sparse_gradient(call):
         return None
     dim = int(call.args[1]) % len(x)
     x_names, index_names = names_of(x), names_of(index)

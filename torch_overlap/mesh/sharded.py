@@ -21,7 +21,7 @@ from torch_overlap.mesh.dynamo import (
     is_dynamo_compiling,
     layout_in_dynamo,
 )
-from torch_overlap.mesh.unsupported import UNSUPPORTED_METHODS
+from torch_overlap.mesh.unsupported import UNSUPPORTED_METHODS, refuse_parameter
 from torch_overlap.mesh.value_spec import (
     ValueSpec,
     gradient_of,
@@ -43,14 +43,13 @@ def _unregistered(*args: Any) -> Any:
 
 # Modules above this one, which torch_overlap.mesh registers: they construct Sharded values.
 _run_function: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], str], Any] = _unregistered
-_begin_backward: Callable[..., tuple[Tensor, Tensor]] = _unregistered
 _shard: Callable[..., Sharded] = _unregistered
 
 
-def register(run_function: Callable[..., Any], begin_backward: Callable[..., Any], shard: Callable[..., Any]) -> None:
-    """Sets what Sharded's methods call: a torch function on Sharded values, the start of a backward pass, `shard`."""
-    global _run_function, _begin_backward, _shard
-    _run_function, _begin_backward, _shard = run_function, begin_backward, shard
+def register(run_function: Callable[..., Any], shard: Callable[..., Any]) -> None:
+    """Sets what Sharded's methods call: a torch function on Sharded values, and `shard`."""
+    global _run_function, _shard
+    _run_function, _shard = run_function, shard
 
 
 class Provenance(enum.IntEnum):
@@ -195,6 +194,10 @@ class Sharded:
         """True if this rank's part requires a gradient."""
         source = self._deferred_matmul if self._local is None else self._local
         return source is not None and source.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
 
     @property
     def is_leaf(self) -> bool:
@@ -429,6 +432,10 @@ class Sharded:
 
     # --- Copies
 
+    def __copy__(self) -> Sharded:
+        """Returns a leaf that shares the memory of this rank's part, as of a tensor."""
+        return Sharded(copy.copy(self.local), self.spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
         """Copies the value on the same mesh. Leaves only, as with tensors."""
         return Sharded(copy.deepcopy(self.local, memo), self.spec)
@@ -455,11 +462,10 @@ class Sharded:
 
     @torch.compiler.disable(reason=NOT_IN_A_GRAPH)  # type: ignore[untyped-decorator]
     def backward(self, gradient: Sharded | None = None, retain_graph: bool | None = None,
-                 create_graph: bool = False) -> None:  # fmt: skip
+                 create_graph: bool = False, inputs: Any = None) -> None:  # fmt: skip
         """Runs the backward pass of a scalar, or with a gradient of the value's shape, which is resharded as
-        required. torch.compile breaks the graph here."""
-        local, own = _begin_backward(self, gradient)
-        local.backward(own, retain_graph, create_graph)
+        required; with `inputs`, for these leaves alone. torch.compile breaks the graph here."""
+        _run_function(torch.autograd.backward, (self, gradient, retain_graph, create_graph, None, inputs), {}, "")
 
     # --- Numbers
 
@@ -472,9 +478,12 @@ class Sharded:
         """Returns full().tolist(). Collective if parts differ; waits for the device."""
         return self.full().tolist()
 
-    def numpy(self) -> Any:
-        """Returns full().numpy(), on a mesh of CPUs. Collective if parts differ."""
-        return self.full().numpy()
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns full().numpy(); from GPUs with `force`. Collective if parts differ."""
+        return self.full().numpy(force=force)
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self == value).any())
 
     def __bool__(self) -> bool:
         return bool(self.full())
@@ -492,6 +501,7 @@ class Sharded:
         raise TypeError("Sharded: expected a plain tensor for numpy, got a Sharded; take .full() or .local")
 
     __hash__ = object.__hash__
+    _is_param = property(fset=refuse_parameter)  # set by nn.Parameter(x)
 
     # --- Torch
 
@@ -535,7 +545,7 @@ for _name in ("is_nested", "is_sparse", "is_sparse_csr", "is_mkldnn", "is_quanti
 
 _OPERATORS = """
     add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs
-    eq ne lt le gt ge and or xor rand ror rxor lshift rlshift rshift rrshift invert getitem
+    eq ne lt le gt ge and or xor rand ror rxor lshift rlshift rshift rrshift invert getitem reversed
 """
 for _name in [*(f"__{name}__" for name in _OPERATORS.split()), *(n for n in dir(Tensor) if not n.startswith("_"))]:
     if _name not in vars(Sharded) and callable(getattr(Tensor, _name)):

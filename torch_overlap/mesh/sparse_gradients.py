@@ -1,4 +1,4 @@
-"""Sparse gradients of embedding tables, which no collective of the backward pass sends."""
+"""Sparse gradients of tables, which no collective of the backward pass sends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from torch_overlap.mesh.aten_call import AtenCall
 
 __all__ = ["has_sparse_gradient", "refuse_sparse_gradient"]
 
-# Position of the argument `sparse`.
-_SPARSE = {"embedding": 4, "embedding_bag": 5, "_embedding_bag": 5}
+# Position and name of the argument that asks for one.
+_SPARSE = {
+    "embedding": (4, "sparse"),
+    "embedding_bag": (5, "sparse"),
+    "_embedding_bag": (5, "sparse"),
+    "gather": (3, "sparse_grad"),
+}
 
 
 def has_sparse_gradient(call: AtenCall) -> bool:
     """Returns True if the gradient of the first operand is a sparse tensor."""
-    return call.name in _SPARSE and bool(call.argument(_SPARSE[call.name], "sparse", False))
+    return call.name in _SPARSE and bool(call.argument(*_SPARSE[call.name], False))
 
 
 def refuse_sparse_gradient(
@@ -28,13 +33,13 @@ def refuse_sparse_gradient(
 ) -> Callable[[Sequence[Tensor]], Any]:
     """Returns `local`, which raises UnsupportedError if the gradient of its table would be moved: `layout` is that of
     the table before it was moved."""
-    name = call.name.lstrip("_")
+    name, argument = call.name.lstrip("_"), _SPARSE[call.name][1]
 
     def checked(tensors: Sequence[Tensor]) -> Any:
         if torch.is_grad_enabled() and tensors[0].requires_grad:
             raise UnsupportedError(
-                f"{name}: expected a replicated table for sparse=True, whose gradient stays where it is, got one of "
-                f"layout {layout}. Call it with sparse=False, or shard it as replicated."
+                f"{name}: expected a replicated table for {argument}=True, whose gradient stays where it is, got one "
+                f"of layout {layout}. Call it with {argument}=False, or shard it as replicated."
             )
         return local(tensors)
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch_overlap._C import UnsupportedError
 from torch_overlap.mesh.aten_call import AtenCall
 
-__all__ = ["UNSUPPORTED_METHODS", "refuse_strides"]
+__all__ = ["UNSUPPORTED_METHODS", "refuse_parameter", "refuse_strides"]
 
 _OF_MEMORY = "data_ptr untyped_storage storage storage_type is_set_to is_shared is_pinned register_hook"
 _IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift setitem"
@@ -33,6 +33,10 @@ _VALUES = "expected values of a Sharded, got those of every rank; call shard(tor
 UNSUPPORTED_METHODS = {name: _unsupported_error(name, _MEMORY) for name in _OF_MEMORY.split()} | {
     f"__{name}__": _unsupported_error(name, _CHANGES) for name in _IN_PLACE.split()
 } | {"new_tensor": _unsupported_error("new_tensor", _VALUES)}  # fmt: skip
+
+refuse_parameter = _unsupported_error(
+    "Parameter", "expected a plain tensor, got a Sharded; call shard_module(module, mesh, layouts) on its module"
+)
 
 _STRIDED = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
 

@@ -167,6 +167,8 @@ def test_what_it_says_of_itself(seed):
         for name in ("data_ptr", "untyped_storage", "is_shared"):
             message = f"{name}: expected a tensor with memory of its own, got a Sharded; ask its .local"
             refused(to.UnsupportedError, message, getattr(x, name))
+        refused(to.UnsupportedError, "^Parameter: expected a plain tensor, got a Sharded; call shard_module",
+                torch.nn.Parameter, x)  # fmt: skip
         classes = shard(torch.tensor([1, 2, 1]), r.mesh)
         for name, function in {
             "equal": lambda: torch.equal(x, x),

@@ -1,5 +1,6 @@
 """Elementwise functions, reductions, softmax and look-ups on sharded operands."""
 
+import copy
 from unittest import mock
 
 import numpy as np
@@ -216,10 +217,24 @@ def test_a_result_of_another_shape_than_torch_says_raises(seed):
     def body(r):
         with mock.patch.object(capture, "_vector_norm", None):
             x = shard(r.randn(5, 1), r.mesh)
-            with pytest.raises(UnsupportedError, match=r"result of shape \(5, 1\) by torch's own .* got \(5,\)"):
+            with pytest.raises(UnsupportedError, match=r"result of shape \(5, 1\) .* by torch's shape .* got \(5,\)"):
                 x.norm(dim=-1)
 
     on_mesh("x=1", body, seed)  # one thread: the patch is global
+
+
+def test_a_result_of_another_dtype_than_torch_says_raises(seed):
+    """Statistics of a norm in half precision, which are float32 for torch's shape function and not on CPUs."""
+
+    def body(r):
+        value = r.randn(4, 6, dtype=torch.float16)
+        x = shard(value, r.mesh, P("x"))
+        r.check(F.layer_norm(x, (6,)), F.layer_norm(value, (6,)))
+        assert torch.native_layer_norm(value, (6,), None, None, 1e-5)[1].dtype is torch.float16
+        with pytest.raises(UnsupportedError, match=r"shape \(2, 1\) and torch.float32 by torch's .* torch.float16"):
+            torch.native_layer_norm(x, (6,), None, None, 1e-5)
+
+    on_mesh("x=2", body, seed)
 
 
 # name -> (function of x [3, 4] and an empty list of dimensions)
@@ -278,6 +293,16 @@ def test_attributes_that_code_of_models_reads(seed):
         assert not any((x.is_nested, x.is_sparse, x.is_quantized, x.is_meta, x.is_cuda))
         assert x.is_cpu
         assert x.nbytes == 4 * 3 * 8
+        whole = x.full()
+        r.check(reversed(x), whole.flip(0))
+        for number in (whole[2, 1].item(), 7.5):
+            assert (number in x) == (number in whole)
+        assert x.numpy(force=True).tolist() == whole.tolist()
+        shallow = copy.copy(x)
+        shallow.requires_grad = True
+        assert (shallow.requires_grad, shallow.is_leaf, x.requires_grad) == (True, True, False)
+        x.local.mul_(2)
+        r.check(shallow, 2 * whole, "[x],[]")
         both = x + 2j * x
         torch.testing.assert_close((both.real + both.imag).full(), 3 * x.full())
         with pytest.raises(
@@ -531,6 +556,7 @@ def test_sparse_gradients_of_tables(seed):
         for name, function in (
             ("embedding", lambda w, i: F.embedding(i, w, sparse=True)),
             ("embedding_bag", lambda w, i: F.embedding_bag(i, w, sparse=True, mode="sum")),
+            ("gather", lambda w, i: torch.gather(w, 0, i, sparse_grad=True)),
         ):
             leaf = weight.clone().requires_grad_()
             function(leaf, index).square().sum().backward()
@@ -542,7 +568,7 @@ def test_sparse_gradients_of_tables(seed):
                 for layout in ("[tp],[]", "[],[tp]", "[],[] I{dp}", "[],[] P{tp}"):
                     table = r.place(weight, layout)
                     r.check(function(table, r.place(index, at)), function(weight, index))
-                    with pytest.raises(UnsupportedError, match=f"{name}: expected a replicated table for sparse=True"):
+                    with pytest.raises(UnsupportedError, match=f"{name}: expected a replicated table for sparse"):
                         function(table.requires_grad_(), r.place(index, at))
 
     on_mesh("dp=2,tp=2", body, seed)

@@ -325,6 +325,12 @@ def test_gradients_by_torch_autograd(seed):
         torch.autograd.backward([(plain[0] @ plain[1]).sum(), plain[0].square().sum()])
         r.check(x.grad, plain[0].grad)
         r.check(w.grad, plain[1].grad)
+        (x @ w).sum().backward(inputs=[x])  # adds nothing to the gradient of w
+        (plain[0] @ plain[1]).sum().backward(inputs=plain[0])
+        r.check(x.grad, plain[0].grad)
+        r.check(w.grad, plain[1].grad)
+        with pytest.raises(TypeError, match="backward: expected Sharded inputs, got Tensor"):
+            (x @ w).sum().backward(inputs=[x.local])
         with pytest.raises(ValueError, match=r"grad: expected a scalar, got a Sharded of shape \(4, 6\)"):
             torch.autograd.grad(x * 1, x)
         with pytest.raises(TypeError, match="grad: expected Sharded inputs, got Tensor"):

@@ -1,9 +1,11 @@
 """Convolutions and look-ups on Sharded values: results, gradients, layouts, and the operations sent."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
-from spmd_ranks import on_mesh
+from spmd_ranks import P, on_mesh
 
 from torch_overlap.mesh import from_local, shard
 
@@ -13,14 +15,14 @@ GROUPED = ((4, 8, 5, 5), (8, 2, 3, 3), (8,))
 
 def compare(r, function, xs, layouts, expected, kinds):
     """Runs `function` of Sharded values, with the gradients of all of them, and compares with `function` of whole
-    ones."""
+    ones. `kinds`: the operations sent; None for any."""
     whole = [x.clone().requires_grad_() if x.is_floating_point() else x for x in xs]
     mine = [r.place(x, layout) for x, layout in zip(xs, layouts, strict=True)]
     leaves = [(a, b) for a, b in zip(mine, whole, strict=True) if b.requires_grad]
     for value, _ in leaves:
         value.requires_grad_()
     want = function(*whole)
-    with r.sends(*kinds):
+    with nullcontext() if kinds is None else r.sends(*kinds):
         got = function(*mine)
         assert got.local.shape == got.spec.local_shape
     r.check(got, want.detach(), expected)
@@ -165,6 +167,35 @@ def test_factors_of_integer_products(seed):
     on_mesh("x=2", body, seed)
 
 
+PRODUCTS_ADDED = {
+    "addmm": ((4, 6), (4, 3), (3, 6)),
+    "addmv": ((4,), (4, 3), (3,)),
+    "addr": ((4, 6), (4,), (6,)),
+    "addbmm": ((4, 6), (2, 4, 3), (2, 3, 6)),
+    "baddbmm": ((2, 4, 6), (2, 4, 3), (2, 3, 6)),
+}
+
+
+@pytest.mark.parametrize("alpha", [1, 0.5])
+@pytest.mark.parametrize("name", PRODUCTS_ADDED)
+def test_products_added_to_zero_times_a_value(name, alpha, seed):
+    """Values that are multiplied by beta=0 are ignored, also nan and infinity. Their gradient is zeros, not None."""
+    shapes = PRODUCTS_ADDED[name]
+
+    def body(r):
+        xs = [r.randn(*shape) for shape in shapes]
+        xs[0].view(-1)[1], xs[0].view(-1)[2] = float("nan"), float("inf")
+        for first, others in ((0, "shard"), (-1, None), (None, "shard"), (0, "last")):
+            dims = [first, *[{"shard": 0, "last": -1}.get(others)] * 2]
+            layouts = [
+                None if dim is None else P(*[None] * (dim % len(shape)), "x")
+                for dim, shape in zip(dims, shapes, strict=True)
+            ]
+            compare(r, lambda *a: getattr(torch, name)(*a, beta=0, alpha=alpha), xs, layouts, None, None)
+
+    on_mesh("x=2", body, seed)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
 def test_outer_products(dtype, seed):
     def body(r):
@@ -181,5 +212,56 @@ def test_quantiles_at_sharded_places(seed):
     def body(r):
         x, places = r.randn(5), torch.tensor([0.2, 0.6], dtype=torch.float64)
         r.check(torch.quantile(r.place(x, "[x]"), r.place(places, None)), torch.quantile(x, places))
+
+    on_mesh("x=2", body, seed)
+
+
+@pytest.mark.parametrize("layout", ["[x],[]", "[],[x]", "[],[] P{x}"])
+def test_a_number_before_a_value(layout, seed):
+    """torch.mul takes it as the first argument; the product of a partial value stays partial, by infinity it does
+    not."""
+
+    def body(r):
+        value = r.randn(4, 6).abs()
+        x = r.place(value, layout)
+        for number in (2, -0.5, 0, True):
+            with r.sends():
+                r.check(torch.mul(number, x), torch.mul(number, value), layout)
+        r.check(torch.multiply(float("inf"), x), torch.multiply(float("inf"), value))
+
+    on_mesh("x=2", body, seed)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_the_largest_of_equal_elements(largest, seed):
+    """topk takes those that torch takes, and sends nothing if the dimension is whole."""
+
+    def body(r):
+        x = r.randint(4, 5, 40).double()
+        x[1, ::3] = float("nan")
+        for k in (0, 1, 7, 40):
+            for layout, sent in (("[x],[]", []), ("[],[] I{x}", []), ("[],[x]", ["all_gather x"])):
+                operand = r.place(x, layout)
+                with r.sends(*sent):
+                    got = operand.topk(k, 1, largest)
+                for mine, whole in zip(got, x.topk(k, 1, largest), strict=True):
+                    r.check(mine, whole, layout if layout == "[x],[]" else "[],[] I{x}", equal_nan=True)
+            compare(r, lambda x, k=k: x.topk(k, -1, largest, False).values, [r.randn(5, 40)], ["[x],[]"], "[x],[]", [])
+        number = r.randn()
+        r.check(shard(number, r.mesh).topk(1).values, number.topk(1).values)
+
+    on_mesh("x=2", body, seed)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_squared_errors_of_bools(reduction, seed):
+    """mse_loss takes values of two dtypes, also bools, whose difference is an error."""
+
+    def body(r):
+        x, y = r.randn(4, 6), r.randn(4, 6) > 0
+        for layout in ("[x],[]", "[],[x]", None):
+            for first, second in ((x, y), (y, x), (x, y.to(torch.int32)), (x.float(), x)):
+                got = F.mse_loss(shard(first, r.mesh, layout), shard(second, r.mesh, layout), reduction=reduction)
+                r.check(got, F.mse_loss(first, second, reduction=reduction))
 
     on_mesh("x=2", body, seed)

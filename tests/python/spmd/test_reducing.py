@@ -184,3 +184,44 @@ def test_two_pending_axes_are_reduced_once(seed):
             r.check(all_reduce(y, "sum", "x"), 4 * ones, "[],[] P{y} I{x}")
 
     on_mesh("x=2,y=2", body, seed)
+
+
+WIDENED = {
+    "sum": lambda x: x.sum(),
+    "sum of a dtype": lambda x: x.sum(0, dtype=torch.float64),
+    "cumsum": lambda x: x.cumsum(1),
+    "product with a number": lambda x: x * 2.5,
+    "product": lambda x: x * x.to(torch.float64),
+    "quotient": lambda x: x / 2,
+    "sum with wider elements": lambda x: x + x.to(torch.int64) * 300,
+    "mean": lambda x: x.mean(dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("name", WIDENED)
+def test_terms_that_wrap_around(name, anchored, seed):
+    """They add up in their own dtype only: they are reduced before a function that gives a wider one."""
+    function = WIDENED[name]
+
+    def body(r):
+        for dtype in (torch.uint8, torch.int8, torch.int32):
+            value = r.randint(100, 3, 4).to(dtype)
+            first = torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, (3, 4), generator=r._generator)
+            terms = first.to(dtype), value - first.to(dtype)
+            x = from_local(terms[r.index].clone(), r.mesh, "[],[] P{x}")
+            r.check(function(x.anchor() if anchored else x), function(value))
+
+    on_mesh("x=2", body, seed)
+
+
+def test_terms_that_a_narrower_dtype_does_not_have(seed):
+    def body(r):
+        terms = torch.tensor([[70000.0, 1.0], [-69998.0, 2.0]])
+        x = from_local(terms[r.index].clone(), r.mesh, "[] P{x}")
+        for function in (lambda v: v.sum(dtype=torch.float16), lambda v: v.cumsum(0, dtype=torch.bfloat16)):
+            with r.sends("all_reduce x"):
+                got = function(x)
+            r.check(got, function(terms.sum(0)))
+
+    on_mesh("x=2", body, seed)
