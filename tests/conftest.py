@@ -1,10 +1,11 @@
 """Fixtures and checks of all tests: the number of GPUs that a test needs, and the seed of its data."""
 
+import gc
 import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,23 @@ from launcher import Launcher
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Inductor's compiler workers are processes that import torch, for each rank; its kernels here are few.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Its kernels are scalar: with vectors the compiler takes three times as long, which is not about our operators.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # "auto" selects the same in tests whatever this machine's user has measured.
 os.environ.setdefault("TORCH_OVERLAP_TUNE_CACHE", "")
 # Tests of timeouts make dumps; those of a run are in a folder of their own.
 os.environ.setdefault("TORCHCOMM_FR_DUMP_TEMP_FILE", tempfile.mkdtemp(prefix="torch_overlap_traces_") + "/rank_")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests live until the end: half of the time of a collection would go into looking for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

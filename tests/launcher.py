@@ -38,6 +38,10 @@ class Program:
         assert code is not None, f"the program did not end in {seconds} s:\n{self.printed()}"
         return code
 
+    def poll(self) -> int | None:
+        """Returns the exit status, or None if it still runs."""
+        return self._process.wait(0)
+
     def printed(self) -> str:
         return os.pread(self._output.fileno(), 1 << 24, 0).decode(errors="replace")
 
@@ -100,8 +104,12 @@ class Launcher:
         return [*torchrun, str(EXAMPLES / program), *map(str, arguments)]
 
     def torchrun(self, ranks: int, program: str, *arguments: object, gpu: bool = False) -> tuple[int, str]:
-        """Returns the exit code and the output of the whole run."""
-        process = self.start(self.torchrun_command(ranks, program, *arguments), gpu=gpu)
+        """Returns the exit code and the output of the whole run. Without GPUs torchrun itself is a fork."""
+        command = self.torchrun_command(ranks, program, *arguments)
+        if not gpu:
+            forked = self.fork(*command[1:])
+            return forked.wait(), forked.printed()
+        process = self.start(command, gpu=gpu)
         output, _ = process.communicate(timeout=SECONDS)
         return process.returncode, output
 

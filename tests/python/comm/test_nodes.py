@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import Launcher
+from launcher import Launcher, Program
 
 from torch_overlap import _C
 
@@ -86,10 +86,14 @@ def run_nodes(launcher: Launcher, path: Path, of_node: int, kind: str) -> None:
     meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{store.port}", "--rdzv_conf=is_host=0"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={of_node}"]
     command += [*meet, "--rdzv_id=nodes", "--local_addr=127.0.0.1", str(script)]
-    agents, outputs = [], [path / f"agent{agent}" for agent in range(2)]
+    agents: list[Program | subprocess.Popen[str]] = []
+    outputs = [path / f"agent{agent}" for agent in range(2)]
     for agent, output in enumerate(outputs):
-        gpus = ",".join(str(agent * of_node + gpu) for gpu in range(of_node)) if kind == "cuda" else ""
-        agents.append(launcher.start(command, gpu=True, output=output, KIND=kind, CUDA_VISIBLE_DEVICES=gpus))
+        gpus = ",".join(str(agent * of_node + gpu) for gpu in range(of_node))
+        if kind == "cpu":
+            agents.append(launcher.fork(*command[1:], output=output.open("w+b"), KIND=kind))
+        else:
+            agents.append(launcher.start(command, gpu=True, output=output, KIND=kind, CUDA_VISIBLE_DEVICES=gpus))
     wait_until_over(agents, 240)
     printed = [output.read_text() for output in outputs]
     assert [agent.poll() for agent in agents] == [0, 0], "\n".join(printed)
@@ -99,7 +103,7 @@ def run_nodes(launcher: Launcher, path: Path, of_node: int, kind: str) -> None:
     ]
 
 
-def wait_until_over(agents: list[subprocess.Popen[str]], seconds: float) -> None:
+def wait_until_over(agents: list[Program | subprocess.Popen[str]], seconds: float) -> None:
     """Waits until all have ended, one has failed, or the time is over: then processes that still run have no exit
     status."""
     deadline = time.monotonic() + seconds

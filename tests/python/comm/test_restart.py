@@ -1,33 +1,17 @@
 """Bootstrap from torchrun, and names after a restart: keys that the previous attempt left in the store are not read."""
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from launcher import free_port
+from launcher import Launcher, free_port
 
 from torch_overlap.testing import run_ranks
 
 
-def torchrun(script: Path, *options: str, ranks: int = 2) -> "subprocess.CompletedProcess[str]":
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={ranks}",
-        *options,
-        str(script),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
-
-
 @pytest.mark.slow
-def test_a_restarted_job_makes_its_communicators_again(tmp_path: Path) -> None:
+def test_a_restarted_job_makes_its_communicators_again(launcher: Launcher, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent("""
@@ -49,10 +33,11 @@ def test_a_restarted_job_makes_its_communicators_again(tmp_path: Path) -> None:
         print(f"rank {rank} attempt {attempt} ok", flush=True)
         """)
     )
-    done = torchrun(script, "--max-restarts=1")
-    assert done.returncode == 0, done.stderr
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1")
+    job = launcher.fork("-m", *torchrun, script)
+    assert job.wait() == 0, job.printed()
     for rank in range(2):
-        assert f"rank {rank} attempt 1 ok" in done.stdout
+        assert f"rank {rank} attempt 1 ok" in job.printed()
 
 
 def run_from_environment(rank: int, size: int, store: object, names: dict[str, str], port: int) -> None:

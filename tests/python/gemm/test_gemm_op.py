@@ -344,7 +344,7 @@ def test_compiled(backend, data):
             out_scale=torch.ones(1), out_amax=amax,
         )[0]  # fmt: skip
         v = ops.gemm(x8, xs, w8, ws, scaling_mode=MXFP8, rhs_transposed=True)[0]
-        return y.sum(), pre.detach(), z, v, amax + 1
+        return y.double().sum(), pre.detach(), z, v, amax + 1
 
     compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
     for rows in (16, 48):

@@ -53,10 +53,11 @@ def assert_close(got: jax.Array, expected: np.ndarray, dtype: str | None = None)
 
 
 def same_gradients(mesh: Mesh, ours: Any, plain: Any, specs: tuple[P, ...], out_spec: P, *values: np.ndarray) -> None:
-    """Compares values and gradients of two functions of shard_map under a random linear loss."""
+    """Compares values and gradients of functions of shard_map, one or a list of them, with those of `plain` under a
+    random linear loss."""
     arguments = [spread(mesh, spec, value) for spec, value in zip(specs, values, strict=True)]
     results = []
-    for function in (ours, plain):
+    for function in (plain, *(ours if isinstance(ours, list) else [ours])):
         wrapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
 
         def loss(*xs: jax.Array, wrapped: Any = wrapped) -> Any:
@@ -67,9 +68,11 @@ def same_gradients(mesh: Mesh, ours: Any, plain: Any, specs: tuple[P, ...], out_
         step = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(values))), has_aux=True))
         (_, out), grads = step(*arguments)
         results.append((out, *grads))
-    for got, expected in zip(*results, strict=True):
-        for a, b in zip(got.addressable_shards, expected.addressable_shards, strict=True):
-            np.testing.assert_allclose(np.asarray(a.data), np.asarray(b.data), rtol=0, atol=1e-11)
+    wanted, *found = results
+    for got in found:
+        for mine, expected in zip(got, wanted, strict=True):
+            for a, b in zip(mine.addressable_shards, expected.addressable_shards, strict=True):
+                np.testing.assert_allclose(np.asarray(a.data), np.asarray(b.data), rtol=0, atol=1e-11)
 
 
 # --- Collectives -----------------------------------------------------------------------------------------------------
@@ -138,33 +141,40 @@ def check_products(mesh: Mesh, rng: np.random.Generator) -> None:
     x, w = rng.standard_normal((3 * n, 2 * n, 4)), rng.standard_normal((4, 5 * n))
     b, full_b = rng.standard_normal(5 * n), rng.standard_normal(6)
     x2, w2 = rng.standard_normal((3 * n, 2 * n, 4 * n)), rng.standard_normal((4 * n, 6))
-    for algorithm in ("auto", "sequential", "p2p"):
-        for dim in (0, 1):
-            split = P(AXIS) if dim == 0 else P(None, AXIS)
-            same_gradients(
-                mesh,
-                lambda x, w, b: toj.all_gather_matmul(x, w, AXIS, bias=b, dim=dim, algorithm=algorithm),  # noqa: B023
-                lambda x, w, b: lax.all_gather(x, AXIS, axis=dim, tiled=True) @ w + b,  # noqa: B023
-                (split, P(None, AXIS), P(AXIS)),
-                P(None, None, AXIS),
-                *(x, w, b),
-            )
-            same_gradients(
-                mesh,
-                lambda x, w, b: toj.matmul_reduce_scatter(x, w, AXIS, bias=b, dim=dim, algorithm=algorithm),  # noqa: B023
-                lambda x, w, b: lax.psum_scatter(x @ w, AXIS, scatter_dimension=dim, tiled=True) + b,  # noqa: B023
-                (P(None, None, AXIS), P(AXIS), P()),
-                split,
-                *(x2, w2, full_b),
-            )
+
+    def ways(product: Callable[..., jax.Array], **options: Any) -> list[Callable[..., jax.Array]]:
+        """Returns the product by each algorithm, as functions of x, w and bias."""
+        return [
+            lambda x, w, b, algorithm=algorithm: product(x, w, AXIS, bias=b, algorithm=algorithm, **options)
+            for algorithm in ("auto", "sequential", "p2p")
+        ]
+
+    for dim in (0, 1):
+        split = P(AXIS) if dim == 0 else P(None, AXIS)
         same_gradients(
             mesh,
-            lambda x, w, b: toj.matmul_all_reduce(x, w, AXIS, bias=b, algorithm=algorithm),  # noqa: B023
-            lambda x, w, b: lax.psum(x @ w, AXIS) + b,
+            ways(toj.all_gather_matmul, dim=dim),
+            lambda x, w, b: lax.all_gather(x, AXIS, axis=dim, tiled=True) @ w + b,  # noqa: B023
+            (split, P(None, AXIS), P(AXIS)),
+            P(None, None, AXIS),
+            *(x, w, b),
+        )
+        same_gradients(
+            mesh,
+            ways(toj.matmul_reduce_scatter, dim=dim),
+            lambda x, w, b: lax.psum_scatter(x @ w, AXIS, scatter_dimension=dim, tiled=True) + b,  # noqa: B023
             (P(None, None, AXIS), P(AXIS), P()),
-            P(),
+            split,
             *(x2, w2, full_b),
         )
+    same_gradients(
+        mesh,
+        ways(toj.matmul_all_reduce),
+        lambda x, w, b: lax.psum(x @ w, AXIS) + b,
+        (P(None, None, AXIS), P(AXIS), P()),
+        P(),
+        *(x2, w2, full_b),
+    )
 
 
 @check

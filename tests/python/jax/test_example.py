@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launcher import Launcher
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,16 +26,10 @@ def test_losses_of_both_ways_are_equal(arguments):
     assert steps == [str(step) for step in range(int(arguments[1]))]
 
 
-def test_the_benchmark_runs_without_a_gpu():
+def test_the_benchmark_runs_without_a_gpu(launcher: Launcher) -> None:
     """It compares the results of all ways."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, str(ROOT / "benchmarks" / "jax_overlap.py"), "--rounds", "2"],
-        env=env | {"JAX_ENABLE_X64": "0"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"'op': '(\w+)'", done.stdout) == ["ag_gemm", "gemm_rs"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    benchmark = [ROOT / "benchmarks" / "jax_overlap.py", "--rounds", "2"]
+    process = launcher.fork("-m", *torchrun, *benchmark, JAX_ENABLE_X64="0", XLA_FLAGS="")
+    assert process.wait() == 0, process.printed()
+    assert re.findall(r"'op': '(\w+)'", process.printed()) == ["ag_gemm", "gemm_rs"]

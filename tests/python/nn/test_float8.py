@@ -344,29 +344,35 @@ def test_require_fused_refuses_a_fallback(sequence_parallel):
     run_ranks(alone, 1, backend="local")
 
 
-def compiled_inference(comm, seed, scaling):
+def compiled_inference(comm, seed, scaling, joined_if_parallel):
     torch.manual_seed(seed)
-    for sequence_parallel, features in ((True, 64), (False, 64), (True, [64, 64]), (False, [64, 64])):
-        torch._dynamo.reset()
+    torch._dynamo.reset()
+    layers = []
+    for sequence_parallel in (True, False):
+        features = [64, 64] if sequence_parallel == joined_if_parallel else 64
         options = {"fp8": tnn.Float8Recipe(scaling), "sequence_parallel": sequence_parallel}
         column = tnn.ColumnParallelLinear(64, features, comm, **options)
-        row = tnn.RowParallelLinear(128, 64, comm, **options)
+        layers.append((column, tnn.RowParallelLinear(128, 64, comm, **options)))
 
-        def mlp(x, column=column, row=row):
+    def mlps(x):
+        results = []
+        for column, row in layers:
             y = column(x)
-            return row(torch.cat(y if isinstance(y, list) else [y, y.tanh()], -1))
+            results.append(row(torch.cat(y if isinstance(y, list) else [y, y.tanh()], -1)))
+        return results
 
-        run = torch.compile(mlp, backend="aot_eager", fullgraph=True)
-        for rows, is_frozen in ((32, False), (64, False), (32, True)):
-            for parameter in (*column.parameters(), *row.parameters()):
-                parameter.requires_grad_(not is_frozen)
-            x = torch.randn(rows, 64)
-            with torch.set_grad_enabled(is_frozen):
-                got, want = run(x), mlp(x)
-            assert not got.requires_grad
-            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    run = torch.compile(mlps, backend="aot_eager", fullgraph=True)
+    for rows, is_frozen in ((32, False), (64, False), (32, True)):
+        for parameter in torch.nn.ModuleList(sum(layers, ())).parameters():
+            parameter.requires_grad_(not is_frozen)
+        x = torch.randn(rows, 64)
+        with torch.set_grad_enabled(is_frozen):
+            got, want = run(x), mlps(x)
+        assert not any(y.requires_grad for y in got)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_layers_without_gradients_compile(seed, scaling):
-    run_ranks(compiled_inference, 2, seed, scaling)
+@pytest.mark.parametrize(("scaling", "joined_if_parallel"), zip(SCALINGS, [True, False] * 2, strict=True))
+def test_layers_without_gradients_compile(seed, scaling, joined_if_parallel):
+    """Any two of the three options occur together."""
+    run_ranks(compiled_inference, 2, seed, scaling, joined_if_parallel)

@@ -33,20 +33,43 @@ from torch_overlap.tools.bench.trace import lane_of, spans_of
 
 Done = subprocess.CompletedProcess[str]
 
-OVERLAP = Path(__file__).resolve().parents[4] / "benchmarks" / "overlap.py"
+PROGRAM = Path(__file__).with_name("few_calls.py")
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+import overlap  # noqa: E402
 
 
-def bench(*arguments: object, program: Sequence[object] = ("-m", "torch_overlap", "bench")) -> Done:
+def bench(*arguments: object) -> Done:
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, *map(str, program), *map(str, arguments)]
+    command = [sys.executable, "-m", "torch_overlap", "bench", *map(str, arguments)]
     return subprocess.run(command, env=outside, capture_output=True, text=True, timeout=280)
 
 
 def bench_on_ranks(launcher: Launcher, *arguments: object) -> str:
     """Runs the command on two ranks that exist, and returns what it prints. test_ag_gemm has those that it starts."""
-    code, output = launcher.run_ranks(2, "-m", "torch_overlap", "bench", *arguments)
+    code, output = launcher.run_ranks(2, PROGRAM, "bench", *arguments)
     assert code == 0, output
     return output
+
+
+@pytest.fixture
+def commands(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> list[Done]:
+    """Commands that start bench run it in this process, and torchrun's ranks are forks, which take less time. Returns
+    the commands that have ended. test_ag_gemm has no such replacement."""
+    ended: list[Done] = []
+
+    def run(command: Sequence[str], **_: Any) -> Done:
+        words = command[command.index("torch_overlap") + 1 :]
+        if "torch.distributed.run" in command:
+            done = Done(command, 0, bench_on_ranks(launcher, *words[1:]))
+        else:
+            done = run_here(*words)
+        ended.append(done)
+        return done
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(subprocess, "run", run)
+    return ended
 
 
 def test_ag_gemm(tmp_path: Path) -> None:
@@ -127,17 +150,19 @@ def test_8_bit_floats_and_ways_by_name(launcher: Launcher, tmp_path: Path, dtype
     assert not [why for missing in found["missing"].values() for why in missing.values() if "wrong" in why]
 
 
-@pytest.mark.slow
-def test_operators_and_classes_by_one_command(tmp_path: Path) -> None:
+def test_operators_and_classes_by_one_command(
+    commands: list[Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "result.json"
-    options = ("--set", "tiny", "--device", "cpu", "--algorithm", "auto", "--rounds", 1)
-    done = bench(*options, "--json", path, program=[OVERLAP])
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ("--set", "tiny", "--device", "cpu", "--algorithm", "auto", "--rounds", "1", "--json", str(path))
+    monkeypatch.setattr(sys, "argv", ["overlap.py", *options])
+    assert overlap.main() == 0
+    assert len(commands) == 2
     rows = result.read(path)["rows"]
     assert {row["op"] for row in rows} == {"ag_gemm", "gemm_rs", *CLASS_OPS}
-    failed = bench("--set", "nothing", program=[OVERLAP])
-    assert failed.returncode == 2
-    assert "invalid choice: 'nothing'" in failed.stderr
+    monkeypatch.setattr(sys, "argv", ["overlap.py", "--set", "nothing"])
+    assert overlap.main() == 2
+    assert "invalid choice: 'nothing'" in commands[-1].stderr
 
 
 @pytest.mark.slow
@@ -177,13 +202,15 @@ def test_two_gpus(tmp_path: Path) -> None:
     assert {"product", "communication"} <= shown
 
 
-def test_a_budget_leaves_out_and_says_what(tmp_path: Path) -> None:
+def test_a_budget_leaves_out_and_says_what(commands: list[Done], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    done = bench("ag_gemm", "all_reduce", "--set", "tiny", "--device", "cpu", "--budget", 0, "--json", path)
+    done = run_here("bench", "ag_gemm", "all_reduce", "--set", "tiny", "--device", "cpu", "--budget", "0",
+                    "--json", str(path))  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "bench: measured nothing: all 3 cases were left out; give a larger --budget" in done.stdout
-    assert "Error" not in done.stderr
-    assert "left out, for want of time (0 s): ag_gemm tiny, eager; all_reduce 1 KiB, eager" in done.stdout
+    (ranks,) = commands
+    assert "bench: measured nothing: all 3 cases were left out; give a larger --budget" in ranks.stdout
+    assert "Error" not in done.stderr + ranks.stdout
+    assert "left out, for want of time (0 s): ag_gemm tiny, eager; all_reduce 1 KiB, eager" in ranks.stdout
     left_out = json.loads(path.read_text())["left_out"]
     assert [(row["op"], row["name"], row["mode"], row["why"]) for row in left_out] == [
         ("ag_gemm", "tiny", "eager", "for want of time"), ("all_reduce", "1 KiB", "eager", "for want of time"),
