@@ -18,7 +18,7 @@ from torch_overlap.mesh.communication.shard import part_of
 from torch_overlap.mesh.dynamo import caching_moves, is_dynamo_compiling
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.styles import without_styles
-from torch_overlap.mesh.value_spec import ValueSpec, expect_connected, gradient_layout, layout_of, spec_of, used_axes
+from torch_overlap.mesh.value_spec import ValueSpec, expect_connected, gradient_layout, layout_of, spec_of
 
 __all__ = [
     "clip_grad_norm_",
@@ -352,7 +352,8 @@ def _squares(values: Iterable[Sharded]) -> list[Sharded]:
     sums: dict[tuple[str, ...], list[Sharded]] = {}
     for value in values:
         if value.local.grad is not None:
-            sums.setdefault(_joining(value.mesh, used_axes(value.layout)), []).append(value)
+            axes = _joining(value.mesh, (name for dim in value.layout.dims for name in dim))  # not the rest of an axis
+            sums.setdefault(axes, []).append(value)
     out = []
     for axes, group in sums.items():
         mesh = group[0].mesh

@@ -264,6 +264,19 @@ int64_t size_of(const AxisList& axes) noexcept {
   return product;
 }
 
+AxisList merged(const AxisList& axes) {
+  AxisList out;
+  for (const AxisRef& ref : axes) {
+    if (!out.empty() && out.back().axis == ref.axis &&
+        out.back().pre * out.back().size == ref.pre) {
+      out.back().size *= ref.size;
+    } else {
+      out.push_back(ref);
+    }
+  }
+  return out;
+}
+
 bool overlap(const AxisRef& a, const AxisRef& b) noexcept {
   if (a.axis != b.axis) return false;
   if (a == b) return true;  // equal parts of size 1, too

@@ -109,6 +109,11 @@ class TORCH_OVERLAP_API Mesh {
 
 TORCH_OVERLAP_API int64_t size_of(const AxisList& axes) noexcept;  // the product of their sizes
 
+// Merges consecutive parts of one axis: x:(1)2,x:(2)2 of an axis of 4 is x. The group is the same,
+// and so are the parts of a dimension that both split evenly: 5 over x is 2 2 1 0, over the parts
+// 2 1 1 1.
+TORCH_OVERLAP_API AxisList merged(const AxisList& axes);
+
 // True if two parts of one axis share coordinates. Parts that cannot be separated (neither begins
 // at a multiple of the other's end) count as sharing.
 TORCH_OVERLAP_API bool overlap(const AxisRef& a, const AxisRef& b) noexcept;

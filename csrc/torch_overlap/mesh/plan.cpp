@@ -84,7 +84,7 @@ std::string Step::str() const {
     case StepKind::kPermute:
       return concat(to_string(kind), " [", before.mesh().names(sources), "] from [", over, "]");
     case StepKind::kCast: {
-      const bool becomes_invariant = after.invariant().size() > before.invariant().size();
+      const bool becomes_invariant = size_of(after.invariant()) > size_of(before.invariant());
       return concat(to_string(kind), " [", over, "] to ",
                     becomes_invariant ? "invariant" : "replicated");
     }

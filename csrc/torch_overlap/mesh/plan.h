@@ -28,6 +28,8 @@ TORCH_OVERLAP_API std::string_view to_string(StepKind kind);
 // order of the parts.
 struct TORCH_OVERLAP_API Step {
   StepKind kind = StepKind::kCast;
+  // Each one splits a dimension after the one before it, as in a layout, and is invariant as a
+  // whole or not at all, before and after.
   AxisList axes = {};
   int64_t dim = -1;
   int64_t from_dim = -1;

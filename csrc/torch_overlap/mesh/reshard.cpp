@@ -24,18 +24,13 @@ bool contains(const AxisList& list, const AxisRef& ref) {
   return std::find(list.begin(), list.end(), ref) != list.end();
 }
 
-// Merges consecutive parts of one axis. Valid if only the group matters.
-AxisList merged(const AxisList& axes) {
-  AxisList out;
-  for (const AxisRef& ref : axes) {
-    if (!out.empty() && out.back().axis == ref.axis &&
-        out.back().pre * out.back().size == ref.pre) {
-      out.back().size *= ref.size;
-    } else {
-      out.push_back(ref);
-    }
-  }
-  return out;
+// Merges the axes of a step if the result is invariant as a whole or not at all, as each axis of
+// a step is, before and after.
+AxisList merged_if_uniform(const AxisList& axes, const Layout& before, const Layout& after) {
+  const auto num_invariant = std::count_if(axes.begin(), axes.end(), [&](const AxisRef& ref) {
+    return contains(before.invariant(), ref) || contains(after.invariant(), ref);
+  });
+  return num_invariant == 0 || num_invariant == std::ssize(axes) ? merged(axes) : axes;
 }
 
 Collective collective_of(StepKind kind) {
@@ -237,7 +232,14 @@ Step Reshard::step(const Edge& edge, const State& before, const State& after, bo
   for (const uint8_t atom : edge.sources) out.sources.push_back(atoms_[atom]);
   for (const uint8_t atom : edge.atoms) out.reduce = reduces_[atom];
   out.ranks = size_of(out.axes);
-  if (edge.kind != StepKind::kPermute) out.axes = merged(out.axes);
+  const auto splits_evenly = [&](int8_t dim) {
+    const auto d = static_cast<size_t>(dim);
+    return dim < 0 ||
+           (is_even(shape_[d], out.before.dims()[d]) && is_even(shape_[d], out.after.dims()[d]));
+  };
+  if (edge.kind != StepKind::kPermute && splits_evenly(edge.dim) && splits_evenly(edge.from_dim)) {
+    out.axes = merged_if_uniform(out.axes, out.before, out.after);
+  }
   out.bytes = charged_bytes(edge, before, after);
   if (edge.kind != StepKind::kSlice) {
     out.wire_bytes = mesh::wire_bytes(collective_of(edge.kind), out.ranks, out.bytes);
@@ -272,7 +274,7 @@ std::vector<Step> Reshard::steps(const std::vector<Edge>& walk) const {
     }
     const Layout after(last.mesh(), last.dims(), partial, invariant);
     out.push_back({.kind = StepKind::kMakePartial,
-                   .axes = merged(axes),
+                   .axes = merged_if_uniform(axes, last, after),
                    .reduce = kind,
                    .before = last,
                    .after = after,
@@ -316,6 +318,8 @@ Cuts cuts_of(const Layout& from, const Layout& to) {
   for (const Layout* layout : {&from, &to}) {
     for (const AxisList& axes : layout->dims()) std::for_each(axes.begin(), axes.end(), add);
     for (const Partial& p : layout->partial()) add(p.axis);
+    const AxisList invariant = merged(layout->invariant());
+    std::for_each(invariant.begin(), invariant.end(), add);
   }
   for (auto& at : cuts) {
     std::sort(at.begin(), at.end());
@@ -343,22 +347,12 @@ AxisList pieces(const AxisRef& ref, const Cuts& cuts) {
   return out;
 }
 
-// Same as pieces(), for an axis whose end need not be a cut: only a part of an invariant axis may
-// be used in the other layout.
-AxisList pieces_and_remainder(const AxisRef& ref, const Cuts& cuts) {
-  AxisList out = pieces(ref, cuts);
-  const int32_t begin = out.back().pre * out.back().size;
-  const int32_t end = ref.pre * ref.size;
-  if (end % begin != 0) return {ref};
-  if (begin < end) out.push_back({ref.axis, begin, end / begin});
-  return out;
-}
-
-// Returns the layout truncated in each dimension at the first axis that cannot be split as needed;
-// the same layout if all can.
+// Returns the layout truncated in each dimension at the first axis that cannot be split as needed,
+// and without partial and invariant axes that cannot; the same layout if all can.
 Layout truncate_at_misfits(const Layout& layout, const Cuts& cuts, const Shape& shape) {
   std::vector<AxisList> dims = layout.dims();
   std::vector<Partial> partial = layout.partial();
+  AxisList invariant = layout.invariant();
   const auto is_misfit = [&](const AxisRef& ref) {
     return !fits(cuts[static_cast<size_t>(ref.axis)]);
   };
@@ -370,7 +364,8 @@ Layout truncate_at_misfits(const Layout& layout, const Cuts& cuts, const Shape& 
     dims[d].erase(bad, dims[d].end());
   }
   std::erase_if(partial, [&](const Partial& p) { return is_misfit(p.axis); });
-  return Layout(layout.mesh(), std::move(dims), std::move(partial));
+  std::erase_if(invariant, is_misfit);
+  return Layout(layout.mesh(), std::move(dims), std::move(partial), std::move(invariant));
 }
 
 Layout split_layout(const Layout& layout, const Cuts& cuts) {
@@ -385,8 +380,8 @@ Layout split_layout(const Layout& layout, const Cuts& cuts) {
     for (const AxisRef& piece : pieces(p.axis, cuts)) partial.push_back({piece, p.kind});
   }
   AxisList invariant;
-  for (const AxisRef& ref : layout.invariant()) {
-    for (const AxisRef& piece : pieces_and_remainder(ref, cuts)) invariant.push_back(piece);
+  for (const AxisRef& ref : merged(layout.invariant())) {
+    for (const AxisRef& piece : pieces(ref, cuts)) invariant.push_back(piece);
   }
   return Layout(layout.mesh(), std::move(dims), std::move(partial), std::move(invariant));
 }
@@ -398,7 +393,7 @@ Split split_refs(const Layout& from, const Layout& to, const Shape& shape) {
   Split out;
   for (const Layout* end : {&from, &to}) {
     const Layout kept = truncate_at_misfits(*end, cuts, shape);
-    if (kept.dims() == end->dims() && kept.partial() == end->partial()) continue;
+    if (kept == *end) continue;
     out.meet = kept;
     return out;
   }

@@ -28,11 +28,12 @@ struct Registry {
 
 Registry& mesh_registry() { return LeakySingleton<Registry>::get(); }
 
-// Sorts axes by the order of the mesh, and drops those of size 1, which join no ranks.
+// Sorts axes by the order of the mesh, drops those of size 1, which join no ranks, and merges
+// parts: an axis and its parts are the same group.
 AxisList in_mesh_order(AxisList axes) {
   std::erase_if(axes, [](const AxisRef& ref) { return ref.size == 1; });
   std::sort(axes.begin(), axes.end());
-  return axes;
+  return mesh::merged(axes);
 }
 
 std::vector<AxisList> default_sets(const Mesh& mesh) {

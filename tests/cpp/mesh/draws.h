@@ -72,12 +72,19 @@ class Draw {
     if (chance(0.3)) shuffle(ranks);
     return Mesh(std::move(axes), std::move(ranks));
   }
-  // Each axis is sharded, partial or replicated at random.
+  // Each axis, or part of one, is sharded, partial or replicated at random.
   Layout layout(const Mesh& mesh, size_t dims, bool with_partial = true) {
     std::vector<AxisList> lists(dims);
     std::vector<Partial> partial;
     AxisList order;
-    for (const Axis& axis : mesh.axes()) order.push_back(mesh.axis(axis.name));
+    for (const Axis& axis : mesh.axes()) {
+      AxisRef ref = mesh.axis(axis.name);
+      if (ref.size == 4 && chance(0.5)) {
+        order.push_back({ref.axis, 1, 2});
+        ref = {ref.axis, 2, 2};
+      }
+      order.push_back(ref);
+    }
     shuffle(order);
     const auto kind = of(std::vector<ReduceKind>{ReduceKind::kSum, ReduceKind::kSum,
                                                  ReduceKind::kMax, ReduceKind::kAvg});

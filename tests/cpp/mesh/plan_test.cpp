@@ -239,6 +239,106 @@ TEST(Plan, PartsOfAxesMeetWhereTheyDoNotFit) {
   }
 }
 
+// Every layout of a matrix over two axes, or two parts of one axis, in either order, each sharded,
+// partial, invariant or replicated; and over the whole of `whole`, if it is not empty.
+std::vector<Layout> layouts_over(const Mesh& mesh, const std::string& one, const std::string& two,
+                                 const std::string& whole) {
+  std::vector<Layout> out;
+  const auto add = [&](const std::vector<std::string>& names, const std::vector<int>& places) {
+    std::vector<AxisList> dims(2);
+    std::vector<Partial> partial;
+    AxisList invariant;
+    for (size_t i = 0; i < names.size(); ++i) {
+      const AxisRef ref = mesh.axis(names[i]);
+      if (places[i] < 2) dims[static_cast<size_t>(places[i])].push_back(ref);
+      if (places[i] == 2) partial.push_back({ref});
+      if (places[i] == 3) invariant.push_back(ref);
+    }
+    const Layout made(mesh, dims, partial, invariant);
+    if (std::find(out.begin(), out.end(), made) == out.end()) out.push_back(made);
+  };
+  for (int a = 0; a < 5; ++a) {
+    for (int b = 0; b < 5; ++b) {
+      add({one, two}, {a, b});
+      add({two, one}, {a, b});
+    }
+    if (!whole.empty()) add({whole}, {a});
+  }
+  return out;
+}
+
+// True if all of the axis is invariant, or nothing of it.
+bool is_uniform(const AxisRef& ref, const AxisList& invariant) {
+  int64_t shared = 1;
+  for (const AxisRef& other : invariant) {
+    if (overlap(ref, other)) shared *= other.size;
+  }
+  return shared == 1 || shared >= ref.size;
+}
+
+// Sizes that the axes divide and sizes that they do not; every element is compared.
+TEST(Plan, PartsOfAnAxisSplitOneAfterTheOther) {
+  const struct {
+    std::string mesh;
+    std::string one;
+    std::string two;
+    std::string whole;
+  } meshes[] = {{"x=4", "x:(1)2", "x:(2)2", "x"},
+                {"x=6", "x:(1)2", "x:(2)3", "x:(1)3"},
+                {"x=2,y=2", "x", "y", ""}};
+  for (const auto& m : meshes) {
+    const Mesh mesh = Mesh::parse(m.mesh);
+    const std::vector<Layout> layouts = layouts_over(mesh, m.one, m.two, m.whole);
+    for (const Shape& shape : {Shape{8, 4}, Shape{12, 6}, Shape{5, 7}, Shape{10, 3}}) {
+      const Array global = counted(shape);
+      for (const Layout& from : layouts) {
+        for (const Layout& to : layouts) {
+          for (const Plan& made : {plan_reshard(from, to, shape, 4, plain()),
+                                   greedy_reshard(from, to, shape, 4, plain())}) {
+            Locals after;
+            ASSERT_NO_THROW(after = simulate(made, distribute(global, from))) << made.explain();
+            ASSERT_EQ(collect(after, to, shape), global) << made.explain();
+            for (const Step& step : made.steps) {
+              ASSERT_EQ(step.ranks, size_of(step.axes)) << made.explain();
+              for (const AxisRef& ref : step.axes) {
+                ASSERT_TRUE(is_uniform(ref, step.before.invariant())) << made.explain();
+                ASSERT_TRUE(is_uniform(ref, step.after.invariant())) << made.explain();
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Plan, PartsAreNamedAsAnAxisWhereItIsTheSame) {
+  const struct {
+    Reshape reshard;
+    std::string step;
+  } cases[] = {
+      {{"x=4", "[x:(1)2,x:(2)2]", "[] I{x}", {8}}, "all_gather dim 0 over [x]"},
+      {{"x=4", "[x:(1)2,x:(2)2]", "[] I{x}", {5}}, "all_gather dim 0 over [x:(1)2,x:(2)2]"},
+      {{"x=4", "[x:(1)2,x:(2)2]", "[] I{x:(1)2}", {8}}, "all_gather dim 0 over [x:(1)2,x:(2)2]"},
+      {{"x=4", "[] P{x}", "[x:(1)2,x:(2)2]", {8}}, "reduce_scatter sum to dim 0 over [x]"},
+      {{"x=4", "[] P{x}", "[x:(1)2,x:(2)2]", {6}},
+       "reduce_scatter sum to dim 0 over [x:(1)2,x:(2)2]"},
+      {{"x=4", "[] P{x:(1)2,x:(2)2}", "[] I{x}", {5}}, "all_reduce sum over [x]"},
+      {{"x=4", "[] P{x}", "[] I{x:(1)2}", {5}}, "all_reduce sum over [x:(1)2,x:(2)2]"},
+      {{"x=4", "[]", "[] P{x:(1)2,x:(2)2}", {5}}, "make_partial sum over [x]"},
+      {{"x=4", "[] I{x:(2)2}", "[] P{x}", {5}}, "make_partial sum over [x:(1)2,x:(2)2]"},
+      {{"x=4", "[] I{x:(2)2}", "[] I{x}", {5}}, "cast [x:(1)2] to invariant"},
+  };
+  for (const auto& c : cases) {
+    const Plan made = plan(c.reshard);
+    ASSERT_FALSE(made.steps.empty()) << made.explain();
+    EXPECT_EQ(made.steps.front().str(), c.step) << made.explain();
+    expect_right(made);
+  }
+  const Mesh mesh = Mesh::parse("x=4");
+  EXPECT_TRUE(plan({"x=4", "[] I{x:(1)2,x:(2)2}", "[] I{x}", {5}}).steps.empty());
+}
+
 TEST(Plan, ThousandsOfRanks) {
   const Mesh mesh = Mesh::parse("pp=4,dp=32,tp=8", 8);
   const Layout from = Layout::parse(mesh, "[dp],[tp]");

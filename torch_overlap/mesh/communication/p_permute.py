@@ -13,7 +13,7 @@ from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import Axes, axis_names, in_mesh_order, sharded_spec
 from torch_overlap.mesh.dynamo import as_dynamo_constant
 from torch_overlap.mesh.sharded import Sharded
-from torch_overlap.mesh.value_spec import ValueSpec, used_axes
+from torch_overlap.mesh.value_spec import ValueSpec, unused_axes, used_axes
 
 __all__ = ["ppermute"]
 
@@ -29,6 +29,12 @@ def ppermute_axes(spec: ValueSpec, permutation: Iterable[tuple[int, int]], axes:
                 f"ppermute: expected each place below {len(ranks)}, along {names}, at most once as a {what}, got "
                 f"{pairs}"
             )
+    rest = [n for n in unused_axes(spec.layout.with_invariant(None)) if ":" in n and n.split(":")[0] in names]
+    if rest:
+        raise InvalidValueError(
+            f"ppermute: expected axes along which local tensors are all copies or none, got copies along {rest} of "
+            f"{spec.text}; reshard it"
+        )
     differ = used_axes(spec.layout)
     whole = [n for n in names if n not in differ and mesh.axes[n] > 1]
     if whole and len(pairs) != len(ranks):
