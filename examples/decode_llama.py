@@ -5,7 +5,7 @@
     torchrun --standalone --nproc_per_node 2 examples/decode_llama.py --model folder-of-a-saved-llama
 
 Prints the rate for each batch size and each form of the sums (llama/decoder.py), in turns, and checks the result: in
-float32 the tokens of one rank, in 16 bits its logits for the same tokens.
+float32 the tokens of one rank, in 16 bits or with float8 its logits for the same tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ import torch_overlap as to
 from torch_overlap.tools.bench import result
 
 LOGITS_TOLERANCE = 2e-2  # of 16-bit models: the error over the norm of the logits
+FLOAT8_TOLERANCE = 0.15  # of float8 matrices, to one rank without them
+Row = dict[str, Any]
 ROUNDS = 5
 PART_CALLS = 20
 
@@ -48,6 +51,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--algorithm", default="auto", help="of the fused form (default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if every rank of this host can have a GPU, else cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on cpu, else bfloat16")
+    add("--float8", action="store_true",
+        help="then the same with the matrices of layers as float8_e4m3fn, without the sums of torch")  # fmt: skip
     add("--parts", action="store_true",
         help="also time what a step computes: its products, its attention and its sums, each alone")  # fmt: skip
     add("--no-check", action="store_true", help="do not compare with one rank")
@@ -66,6 +71,8 @@ def parse_arguments() -> argparse.Namespace:
     for kind in ("torch", "flashinfer"):
         if args.device == "cpu" and kind in args.sums.split(","):
             parser.error(f"expected --sums without {kind} on cpu: its kernels need GPUs")
+    if args.float8 and args.sums == "torch":
+        parser.error("expected --sums other than torch with --float8: its products have no scales")
     return args
 
 
@@ -127,7 +134,7 @@ def prefill_row(decoder: Decoder, count: int) -> dict[str, float]:
 
 
 def check(decoder: Decoder, weights: Weights, prompts: Tensor, args: argparse.Namespace) -> bool:
-    """Compares with rank 0 alone, and prints the verdict. Collective; every rank gets it."""
+    """Compares with rank 0 alone, which has no float8, and prints the verdict. Collective; every rank gets it."""
     comm = decoder.comm
     tokens = decoder.generate(prompts, args.new, args.chunk)
     logits = decoder.teacher_forced(tokens)
@@ -137,18 +144,74 @@ def check(decoder: Decoder, weights: Weights, prompts: Tensor, args: argparse.Na
         one = Decoder(weights, alone, batch=len(prompts), tokens=decoder.tokens, dtype=decoder.dtype)
         wanted = one.teacher_forced(tokens)
         error = ((logits - wanted).norm() / wanted.norm()).item()
-        if decoder.dtype == torch.float32:
+        if decoder.dtype == torch.float32 and not decoder.float8:
             differ = (tokens != one.generate(prompts, args.new, args.chunk)).sum().item()
             good.fill_(differ == 0)
             text = f"{differ} of {tokens.numel()} tokens differ, logits within {error:.1e}"
         else:
-            good.fill_(error <= LOGITS_TOLERANCE)
-            text = f"logits within {error:.1e} (allowed: {LOGITS_TOLERANCE:g})"
-        print(f"check against one rank, {args.dtype}: {text}", file=sys.stdout if good else sys.stderr, flush=True)
+            allowed = FLOAT8_TOLERANCE if decoder.float8 else LOGITS_TOLERANCE
+            good.fill_(error <= allowed)
+            text = f"logits within {error:.1e} (allowed: {allowed:g})"
+        name = "float8_e4m3fn" if decoder.float8 else args.dtype
+        print(f"check against one rank, {name}: {text}", file=sys.stdout if good else sys.stderr, flush=True)
         del one
         alone.finalize()
     comm.broadcast(good, 0, async_op=False)
     return bool(good.item())
+
+
+def measure(args: argparse.Namespace, comm: to.TorchComm, weights: Weights, float8: bool) -> tuple[list[Row], bool]:
+    """Prints the rates, and returns them as rows of a result, and True if the check succeeds."""
+    kinds = args.sums.split(",")
+    if float8:
+        kinds = [kind for kind in kinds if kind != "torch"]  # its products write to a buffer, without scales
+    room = {
+        "batch": max(args.batches),
+        "tokens": args.prompt + args.new,
+        "dtype": getattr(torch, args.dtype),
+        "float8": float8,
+    }
+    first = Decoder(weights, comm, **room, sums=kinds[0], algorithm=args.algorithm, sequence_rows=args.sequence_rows)
+    decoders = {kinds[0]: first} | {kind: first.with_sums(kind) for kind in kinds[1:]}
+    generator = torch.Generator().manual_seed(args.seed)
+    prompts = torch.randint(weights.shape.vocabulary, (max(args.batches), args.prompt), generator=generator)
+    prompts = prompts.to(first.device)
+    say = print if comm.get_rank() == 0 else lambda *_, **__: None
+    common = {"model": weights.shape.name, "layers": weights.shape.layers, "tp": comm.get_size(),
+              "dtype": "float8_e4m3fn" if float8 else args.dtype}  # fmt: skip
+    rows: list[Row] = []
+    say(f"{common['model']}, {common['layers']} layers, {common['dtype']}")
+    for batch in args.batches:
+        times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+        for _ in range(ROUNDS + 1):
+            for kind, decoder in decoders.items():
+                times[kind].append(seconds_of(decoder, prompts[:batch], args.new, args.chunk))
+        medians = {kind: [statistics.median(values) for values in zip(*found[1:], strict=True)]
+                   for kind, found in times.items()}  # fmt: skip
+        rows.append({**common, "batch": batch, "prompt": args.prompt, "chunk": args.chunk,
+                     "sequence_rows": first.sequence_rows,
+                     "step_us": {kind: each * 1e6 for kind, (_, each) in medians.items()},
+                     "first_token_us": {kind: begin * 1e6 for kind, (begin, _) in medians.items()}})  # fmt: skip
+        for kind, (begin, each) in medians.items():
+            ratio = medians[kinds[-1]][1] / each
+            say(f"batch {batch:3}  {kind:10}  {batch / each:10,.0f} tokens/s  {each * 1e6:9,.0f} us a step  "
+                f"{ratio:.2f} x {kinds[-1]}  first token after {begin * 1e3:,.1f} ms", flush=True)  # fmt: skip
+        if args.parts:
+            rows[-1]["parts_us"] = parts = us_of_parts(first, batch)
+            each = ", ".join(f"{name} {us:,.0f} us" for name, us in parts.items())
+            say(f"batch {batch:3}  alone: {each}; the step takes "
+                f"{medians[kinds[0]][1] * 1e6 / sum(parts.values()):.2f} of their sum", flush=True)  # fmt: skip
+    for count in map(int, filter(None, args.prefill.split(","))):
+        us = prefill_row(first, count)
+        rows.append({**common, "batch": 1, "prefill": count, "us": us})
+        say(
+            f"prompt of {count} tokens: " + ", ".join(f"{name} {value:,.0f} us" for name, value in us.items()),
+            flush=True,
+        )
+    good = args.no_check or check(first, weights, prompts, args)
+    for decoder in decoders.values():
+        decoder.graphs.clear()  # their functions keep the decoder, and its weights
+    return rows, good
 
 
 def main() -> int:
@@ -157,58 +220,19 @@ def main() -> int:
         comm = to.new_comm("nccl" if args.device == "cuda" else "gloo", torch.device(args.device), name="tp")
     except to.InvalidValueError as error:  # the message does not name the rank
         sys.exit(str(error))
-    device, shown = comm.get_device(), comm.get_rank() == 0
+    device = comm.get_device()
     if args.device == "cuda":
         torch.cuda.set_device(device)
-    kinds = args.sums.split(",")
-    if "torch" in kinds or "flashinfer" in kinds:
+    if {"torch", "flashinfer"} & set(args.sums.split(",")):
         dist.init_process_group("nccl", device_id=device)
     weights = weights_of(args, device)
-    prefills = [int(count) for count in filter(None, args.prefill.split(","))]
-    room = {
-        "batch": max(args.batches),
-        "tokens": args.prompt + args.new,
-        "dtype": getattr(torch, args.dtype),
-    }
-    first = Decoder(weights, comm, **room, sums=kinds[0], algorithm=args.algorithm, sequence_rows=args.sequence_rows)
-    decoders = {kinds[0]: first} | {kind: first.with_sums(kind) for kind in kinds[1:]}
-    generator = torch.Generator().manual_seed(args.seed)
-    prompts = torch.randint(weights.shape.vocabulary, (max(args.batches), args.prompt), generator=generator).to(device)
-    rows, size = [], comm.get_size()
-    for batch in args.batches:
-        times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-        for _ in range(ROUNDS + 1):
-            for kind, decoder in decoders.items():
-                times[kind].append(seconds_of(decoder, prompts[:batch], args.new, args.chunk))
-        medians = {kind: [statistics.median(values) for values in zip(*found[1:], strict=True)]
-                   for kind, found in times.items()}  # fmt: skip
-        rows.append({"model": weights.shape.name, "layers": weights.shape.layers, "dtype": args.dtype, "batch": batch,
-                     "prompt": args.prompt, "chunk": args.chunk, "sequence_rows": first.sequence_rows, "tp": size,
-                     "step_us": {kind: each * 1e6 for kind, (_, each) in medians.items()},
-                     "first_token_us": {kind: begin * 1e6 for kind, (begin, _) in medians.items()}})  # fmt: skip
-        for kind, (begin, each) in medians.items():
-            ratio = medians[kinds[-1]][1] / each
-            if shown:
-                print(f"batch {batch:3}  {kind:10}  {batch / each:10,.0f} tokens/s  {each * 1e6:9,.0f} us a step  "
-                      f"{ratio:.2f} x {kinds[-1]}  first token after {begin * 1e3:,.1f} ms", flush=True)  # fmt: skip
-        if args.parts:
-            rows[-1]["parts_us"] = parts = us_of_parts(first, batch)
-            if shown:
-                each = ", ".join(f"{name} {us:,.0f} us" for name, us in parts.items())
-                print(f"batch {batch:3}  alone: {each}; the step takes "
-                      f"{medians[kinds[0]][1] * 1e6 / sum(parts.values()):.2f} of their sum", flush=True)  # fmt: skip
-    for count in prefills:
-        us = prefill_row(first, count)
-        rows.append({"model": weights.shape.name, "layers": weights.shape.layers, "dtype": args.dtype, "batch": 1,
-                     "prefill": count, "tp": size, "us": us})  # fmt: skip
-        if shown:
-            text = ", ".join(f"{name} {value:,.0f} us" for name, value in us.items())
-            print(f"prompt of {count} tokens: {text}", flush=True)
-    if args.out and shown:
-        print(result.write_result("decode_llama", size, rows, args.out), flush=True)
-    good = args.no_check or check(first, weights, prompts, args)
-    decoders.clear()
-    del first
+    rows, good = [], True
+    for float8 in (False, True) if args.float8 else (False,):
+        found, is_good = measure(args, comm, weights, float8)
+        rows += found
+        good = good and is_good
+    if args.out and comm.get_rank() == 0:
+        print(result.write_result("decode_llama", comm.get_size(), rows, args.out), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     comm.finalize()

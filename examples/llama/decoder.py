@@ -9,9 +9,10 @@ Rank r of n holds 1/n of every matrix and of the cache. Rows of tokens are on al
     x, h = norm(h + sum of ranks(silu(gate) * up wdown^T))
 
 `Sums` has a product, the sum over the ranks, the residual, the norm and the product after it in one operator
-(ops.matmul_all_reduce_rms_norm); its other forms are what it is measured against. Prompts of many rows are read with
-1/n of the rows on each rank between the products (sequence parallelism): the sums scatter rows, and the next product
-gathers them.
+(ops.matmul_all_reduce_rms_norm); its other forms are what it is measured against. With float8 the matrices have a scale
+for each output and the rows one each, which the norm computes (ops.all_reduce_rms_norm_quantize). Prompts of many rows
+are read with 1/n of the rows on each rank between the products (sequence parallelism): the sums scatter rows, and the
+next product gathers them.
 """
 
 from __future__ import annotations
@@ -31,25 +32,99 @@ from torch import Tensor
 
 import torch_overlap as to
 from llama.weights import LAYER, Weights
+from torch_overlap.quantize import ScalingMode
 
-Sum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Rows = Any  # a tensor; of a Float8Matrix its values and a scale for each row
+Sum = Callable[[Rows, "Matrix", Tensor, Tensor, "Matrix | None"], tuple[Tensor, Tensor]]
 # Prompts of at least SEQUENCE_ROWS / ranks rows are read with sequence parallelism. It is faster from there on
 # (decode_llama-h200-tp4-2026-11-28.json).
 SEQUENCE_ROWS = 4096
 MAX_FLASHINFER_ROWS = 256  # of FlashInfer's workspace
 
 
+class Matrix:
+    """This rank's part of a weight [out, in], and the rows that it multiplies."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def rows(self, x: Tensor) -> Rows:
+        return x
+
+    def active_rows(self, gate_up: Tensor) -> Rows:
+        """Returns silu(gate) * up."""
+        return to.ops.swiglu(gate_up)
+
+    def __call__(self, rows: Rows) -> Tensor:
+        return F.linear(rows, self.weight)
+
+    def gathered(self, rows: Rows, comm: to.TorchComm, algorithm: str) -> Tensor:
+        """Multiplies the rows of all ranks."""
+        (result,), _ = to.ops.all_gather_matmul(rows, [self.weight], comm, algorithm=algorithm)
+        return result
+
+    def scattered(self, rows: Rows, comm: to.TorchComm, algorithm: str) -> Tensor:
+        """Returns this rank's rows of the sum of all ranks' products."""
+        return to.ops.matmul_reduce_scatter(rows, self.weight, comm, algorithm=algorithm)
+
+
+class Float8Matrix(Matrix):
+    """The same as float8_e4m3fn with a scale for each output. Rows are values and a scale for each row."""
+
+    MODE = ScalingMode.ROW_SCALING
+
+    def __init__(self, weight: Tensor) -> None:
+        values, self.scale_inv, *_ = to.ops.quantize(weight, self.MODE)
+        super().__init__(values)
+        self.dtype = weight.dtype
+        self.activate = torch.compile(quantized_swiglu, dynamic=False) if weight.is_cuda else quantized_swiglu
+
+    def rows(self, x: Tensor) -> Rows:
+        values, scale_inv, *_ = to.ops.quantize(x, self.MODE)
+        return values, scale_inv
+
+    def active_rows(self, gate_up: Tensor) -> Rows:
+        return self.activate(gate_up)
+
+    def __call__(self, rows: Rows) -> Tensor:
+        result, *_ = to.ops.gemm(*rows, self.weight, self.scale_inv, scaling_mode=self.MODE, rhs_transposed=True,
+                                 out_dtype=self.dtype)  # fmt: skip
+        return result
+
+    def gathered(self, rows: Rows, comm: to.TorchComm, algorithm: str) -> Tensor:
+        (result,), *_ = to.ops.scaled_all_gather_matmul(
+            *rows, [self.weight], [self.scale_inv], comm, out_dtype=self.dtype, algorithm=algorithm,
+            scaling_mode=self.MODE,
+        )  # fmt: skip
+        return result
+
+    def scattered(self, rows: Rows, comm: to.TorchComm, algorithm: str) -> Tensor:
+        return to.ops.scaled_matmul_reduce_scatter(
+            *rows, self.weight, self.scale_inv, comm, out_dtype=self.dtype, algorithm=algorithm, scaling_mode=self.MODE
+        )
+
+
+def quantized_swiglu(gate_up: Tensor) -> Rows:
+    """Returns silu(gate) * up as float8_e4m3fn values, and a scale for each row."""
+    gate, up = gate_up.float().chunk(2, -1)
+    active = F.silu(gate) * up
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scale_inv = active.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
+    return (active / scale_inv).clamp(-largest, largest).to(torch.float8_e4m3fn), scale_inv
+
+
 class Sums:
-    """How a product is summed over the ranks, normalized with the residual, and multiplied by the next weight:
-    (x, weight, residual, gain, next_weight) -> ((norm(h) * gain) next_weight^T, h) with h = residual + the sum. Without
-    a next weight the first is norm(h) * gain.
+    """How a product is summed over the ranks, normalized with the residual, and multiplied by the next matrix:
+    (rows, matrix, residual, gain, following) -> (following(norm(h) * gain), h) with h = residual + the sum. Without a
+    following matrix the first is norm(h) * gain.
 
     kind:
-        "fused": one operator, whose kernels are those of `algorithm`.
+        "fused": one operator, whose kernels are those of `algorithm`; with float8 the first product is another.
         "nccl": torch's product, NCCL's all_reduce, torch's addition and norm.
-        "torch": the same with torch's one-shot all_reduce over symmetric memory.
+        "torch": the same with torch's one-shot all_reduce over symmetric memory; not for float8.
         "flashinfer": torch's product, and FlashInfer's kernel for the rest (the package flashinfer-python); "nccl" for
             more rows than MAX_FLASHINFER_ROWS.
+        With float8 all products but that of "fused" after the norm are `ops.gemm`.
     """
 
     KINDS = ("fused", "nccl", "torch", "flashinfer")
@@ -62,63 +137,81 @@ class Sums:
         self.flashinfer_workspace: Any = None  # the tensor of its addresses
         self.run: Sum = getattr(self, f"_{kind}")
 
-    def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
-                 next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return self.run(x, weight, residual, gain, next_weight)
+    def __call__(self, rows: Rows, matrix: Matrix, residual: Tensor, gain: Tensor,
+                 following: Matrix | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return self.run(rows, matrix, residual, gain, following)
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiplies the normalized rows by a part of a weight's rows."""
-        return F.linear(x, weight)
+    def product(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """Multiplies the normalized rows."""
+        return matrix(matrix.rows(x))
 
-    def _fused(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
-               next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def _fused(self, rows: Rows, matrix: Matrix, residual: Tensor, gain: Tensor,
+               following: Matrix | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if isinstance(following, Float8Matrix):
+            result, _, hidden, _ = to.ops.all_reduce_rms_norm_quantize(
+                matrix(rows), residual, gain, self.comm, eps=self.eps, scaling_mode=following.MODE,
+                next_weight=following.weight, next_weight_scale_inv=following.scale_inv,
+            )  # fmt: skip
+            return result, hidden
+        if isinstance(matrix, Float8Matrix):
+            return to.ops.all_reduce_rms_norm(matrix(rows), residual, gain, self.comm, eps=self.eps)
         return to.ops.matmul_all_reduce_rms_norm(
-            x, weight, residual, gain, self.comm, eps=self.eps, algorithm=self.algorithm, next_weight=next_weight
-        )
+            rows, matrix.weight, residual, gain, self.comm, eps=self.eps, algorithm=self.algorithm,
+            next_weight=following and following.weight,
+        )  # fmt: skip
 
-    def _then_product(self, rows: Tensor, next_weight: Tensor | None) -> Tensor:
-        return rows if next_weight is None else self.product(rows, next_weight)
+    def _then_product(self, x: Tensor, following: Matrix | None) -> Tensor:
+        return x if following is None else self.product(x, following)
 
     def _then_norm(self, total: Tensor, residual: Tensor, gain: Tensor,
-                   next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                   following: Matrix | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         hidden = residual + total
-        rows = F.rms_norm(hidden, (hidden.shape[-1],), gain, self.eps)
-        return self._then_product(rows, next_weight), hidden
+        x = F.rms_norm(hidden, (hidden.shape[-1],), gain, self.eps)
+        return self._then_product(x, following), hidden
 
-    def _nccl(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
-             next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        total = F.linear(x, weight)
+    def _nccl(self, rows: Rows, matrix: Matrix, residual: Tensor, gain: Tensor,
+              following: Matrix | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+        total = matrix(rows)
         self.comm.all_reduce(total, to.ReduceOp.SUM, async_op=False, hints={"custom_collectives": "off"})
-        return self._then_norm(total, residual, gain, next_weight)
+        return self._then_norm(total, residual, gain, following)
 
-    def _torch(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
-              next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def _torch(self, rows: Rows, matrix: Matrix, residual: Tensor, gain: Tensor,
+               following: Matrix | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         buffer = self.symmetric_like(residual)
-        torch.mm(x, weight.t(), out=buffer)
+        torch.mm(rows, matrix.weight.t(), out=buffer)
         total = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        return self._then_norm(total, residual, gain, next_weight)
+        return self._then_norm(total, residual, gain, following)
 
-    def _flashinfer(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
-                   next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def _flashinfer(self, rows: Rows, matrix: Matrix, residual: Tensor, gain: Tensor,
+                    following: Matrix | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         from flashinfer import comm as flashinfer
 
-        rows, features = residual.shape
-        if rows > MAX_FLASHINFER_ROWS:
-            return self._nccl(x, weight, residual, gain, next_weight)
+        count, features = residual.shape
+        if count > MAX_FLASHINFER_ROWS:
+            return self._nccl(rows, matrix, residual, gain, following)
         rank, size = self.comm.get_rank(), self.comm.get_size()
         if self.flashinfer_workspace is None:  # collective
             _, self.flashinfer_workspace = flashinfer.trtllm_create_ipc_workspace_for_all_reduce_fusion(
                 rank, size, MAX_FLASHINFER_ROWS, features, group=dist.group.WORLD
             )
-        norm, hidden = torch.empty_like(residual), torch.empty_like(residual)
+        hidden, norm, values, scale_inv = torch.empty_like(residual), None, None, None
+        if isinstance(following, Float8Matrix):
+            pattern = flashinfer.AllReduceFusionPattern.kARResidualRMSNormDynamicFP8Quant
+            values = torch.empty_like(residual, dtype=torch.float8_e4m3fn)
+            scale_inv = torch.empty(count, 1, device=residual.device)
+        else:
+            pattern = flashinfer.AllReduceFusionPattern.kARResidualRMSNorm
+            norm = torch.empty_like(residual)
         flashinfer.trtllm_allreduce_fusion(
-            allreduce_in=F.linear(x, weight), world_size=size, world_rank=rank, token_num=rows, hidden_dim=features,
+            allreduce_in=matrix(rows), world_size=size, world_rank=rank, token_num=count, hidden_dim=features,
             workspace_ptrs=self.flashinfer_workspace, launch_with_pdl=True, trigger_completion_at_end=True,
-            pattern_code=flashinfer.AllReduceFusionPattern.kARResidualRMSNorm, fp32_acc=True, use_oneshot=None,
-            allreduce_out=None, residual_in=residual, residual_out=hidden, norm_out=norm, quant_out=None,
-            scale_out=None, rms_gamma=gain, rms_eps=self.eps, scale_factor=None, layout_code=None,
+            pattern_code=pattern, fp32_acc=True, use_oneshot=None, allreduce_out=None, residual_in=residual,
+            residual_out=hidden, norm_out=norm, quant_out=values, scale_out=scale_inv, rms_gamma=gain,
+            rms_eps=self.eps, scale_factor=None, layout_code=None,
         )  # fmt: skip
-        return self._then_product(norm, next_weight), hidden
+        if norm is None:
+            return following((values, scale_inv)), hidden
+        return self._then_product(norm, following), hidden
 
     def symmetric_like(self, rows: Tensor) -> Tensor:
         """Returns a buffer that all ranks have mapped. Collective at the first use of a shape."""
@@ -132,20 +225,18 @@ class Sums:
 
 
 class ScatteredSums(Sums):
-    """The same with 1/n of the rows, in rank order, on each rank: x, residual and both results. The products have all
+    """The same with 1/n of the rows, in rank order, on each rank: the residual and both results. The products have all
     rows."""
 
     def __init__(self, comm: to.TorchComm, eps: float, algorithm: str = "auto") -> None:
         super().__init__("fused", comm, eps, algorithm)
 
-    def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor,
-                 next_weight: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        total = to.ops.matmul_reduce_scatter(x, weight, self.comm, algorithm=self.algorithm)
-        return self._then_norm(total, residual, gain, next_weight)
+    def __call__(self, rows: Rows, matrix: Matrix, residual: Tensor, gain: Tensor,
+                 following: Matrix | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return self._then_norm(matrix.scattered(rows, self.comm, self.algorithm), residual, gain, following)
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        (result,), _ = to.ops.all_gather_matmul(x, [weight], self.comm, algorithm=self.algorithm)
-        return result
+    def product(self, x: Tensor, matrix: Matrix) -> Tensor:
+        return matrix.gathered(matrix.rows(x), self.comm, self.algorithm)
 
 
 @dataclass
@@ -153,11 +244,11 @@ class Layer:
     """This rank's part of a layer: weights, and keys and values of past tokens, [batch, heads, tokens, features]."""
 
     norm: Tensor
-    qkv: Tensor
-    o: Tensor
+    qkv: Matrix
+    o: Matrix
     after_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     keys: Tensor
     values: Tensor
 
@@ -183,11 +274,12 @@ class Decoder:
         sums: the name of a form of `Sums`.
         sequence_rows: prompts of at least this many rows, divisible by the ranks, are read with sequence parallelism.
             Default: SEQUENCE_ROWS over the ranks.
+        float8: the matrices of layers are float8_e4m3fn, in place of `dtype`.
     """
 
     def __init__(self, weights: Weights, comm: to.TorchComm, *, batch: int, tokens: int, dtype: torch.dtype,
-                 sums: str = "fused", algorithm: str = "auto",
-                 sequence_rows: int | None = None) -> None:  # fmt: skip
+                 sums: str = "fused", algorithm: str = "auto", sequence_rows: int | None = None,
+                 float8: bool = False) -> None:  # fmt: skip
         self.shape, self.comm, self.dtype = weights.shape, comm, dtype
         self.device, ranks = comm.get_device(), comm.get_size()
         for what in ("kv_heads", "ffn", "vocabulary", "hidden"):
@@ -197,6 +289,8 @@ class Decoder:
         self.kv_heads = self.shape.kv_heads // ranks
         self.width = self.shape.hidden // self.shape.heads
         self.eps = weights.eps
+        self.float8 = float8
+        self.matrix = Float8Matrix if float8 else Matrix
         self.angles_of = partial(rotation_angles, width=self.width, base=weights.rope_base)
         # A step has one shape. As single kernels, what is around its products takes long.
         self.attend_one = torch.compile(attend_one, dynamic=False) if self.device.type == "cuda" else attend_one
@@ -242,17 +336,17 @@ class Decoder:
         return part.to(self.device, self.dtype, copy=True).contiguous()
 
     def _layer(self, weights: Weights, prefix: str) -> Layer:
-        def joined(*names: str) -> Tensor:
-            return torch.cat([self._part(weights, f"{prefix}{name}.weight", dim=0) for name in names])
+        def matrix(*names: str, dim: int = 0) -> Matrix:
+            return self.matrix(torch.cat([self._part(weights, f"{prefix}{name}.weight", dim) for name in names]))
 
         nothing = torch.empty(0)
         return Layer(
             norm=self._whole(weights, prefix + "input_layernorm.weight"),
-            qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            o=self._part(weights, prefix + "self_attn.o_proj.weight", dim=1),
+            qkv=matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            o=matrix("self_attn.o_proj", dim=1),
             after_norm=self._whole(weights, prefix + "post_attention_layernorm.weight"),
-            gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
-            down=self._part(weights, prefix + "mlp.down_proj.weight", dim=1),
+            gate_up=matrix("mlp.gate_proj", "mlp.up_proj"),
+            down=matrix("mlp.down_proj", dim=1),
             keys=nothing,
             values=nothing,
         )
@@ -277,9 +371,9 @@ class Decoder:
         angles, mask = self.angles[:, positions], self.is_past[positions]
         qkv = sums.product(x, self.layers[0].qkv)
         for layer, next_layer in itertools.zip_longest(self.layers, self.layers[1:]):
-            heads = self.attention(layer, qkv, batch, positions, angles, mask)
+            heads = layer.o.rows(self.attention(layer, qkv, batch, positions, angles, mask))
             gate_up, residual = sums(heads, layer.o, residual, layer.after_norm, layer.gate_up)
-            active = to.ops.swiglu(gate_up)
+            active = layer.down.active_rows(gate_up)
             if next_layer is None:
                 x, _ = sums(active, layer.down, residual, self.norm, None)
             else:
@@ -345,15 +439,15 @@ class Decoder:
         """Returns what a step computes, each part alone as a CUDA graph, or a function on a CPU: torch's products, the
         attention of all layers, and the sums of the ranks. Collective, as are the sums."""
         draw = partial(torch.randn, device=self.device, dtype=self.dtype)
-        weights = [weight for layer in self.layers for weight in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        weights.append(self.head)
-        inputs = {weight.size(1): draw(batch, weight.size(1)) for weight in weights}
-        qkv, hidden = draw(batch, self.layers[0].qkv.size(0)), torch.zeros_like(inputs[self.shape.hidden])
+        matrices = [matrix for layer in self.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        matrices.append(Matrix(self.head))
+        inputs = [matrix.rows(draw(batch, matrix.weight.size(1))) for matrix in matrices]
+        qkv, hidden = draw(batch, matrices[0].weight.size(0)), torch.zeros_like(inputs[-1])
         position = torch.zeros(1, dtype=torch.long, device=self.device)
 
         def products() -> None:
-            for weight in weights:
-                F.linear(inputs[weight.size(1)], weight)
+            for matrix, rows in zip(matrices, inputs, strict=True):
+                matrix(rows)
 
         def attention() -> None:
             angles, mask = self.angles[:, position], self.is_past[position]

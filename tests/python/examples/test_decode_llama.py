@@ -11,13 +11,14 @@ from torch_overlap.testing import run_ranks
 
 
 def test_tokens_are_those_of_one_rank(launcher):
-    options = ("--sums", "fused,nccl", "--batches", "1,3", "--new", "8", "--chunk", "7")
+    options = ("--sums", "fused,nccl", "--batches", "1,3", "--new", "8", "--chunk", "7", "--float8")
     code, printed = launcher.run_ranks(2, "decode_llama.py", "--device", "cpu", *options)
     assert code == 0, printed
     assert re.search(r"float32: 0 of 72 tokens differ, logits within \S+e-0[6-9]", printed), printed
     for batch in (1, 3):
         for kind in ("fused", "nccl"):
-            assert re.search(rf"^batch +{batch} +{kind} +[\d,]+ tokens/s", printed, re.M), printed
+            assert len(re.findall(rf"^batch +{batch} +{kind} +[\d,]+ tokens/s", printed, re.M)) == 2, printed
+    assert re.search(r"float8_e4m3fn: logits within \S+ \(allowed", printed), printed
 
 
 @pytest.mark.parametrize(("options", "expected"), [
@@ -25,6 +26,7 @@ def test_tokens_are_those_of_one_rank(launcher):
     (("--batches", "2,0"), "expected --batches of at least 1, got 0"),
     (("--sums", "torch"), "expected --sums without torch on cpu"),
     (("--sums", "fused,flashinfer"), "expected --sums without flashinfer on cpu"),
+    (("--float8", "--sums", "torch", "--device", "cuda"), "expected --sums other than torch with --float8"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(launcher, options, expected):
     program = launcher.fork(EXAMPLES / "decode_llama.py", "--device", "cpu", *options)
@@ -70,6 +72,26 @@ def test_a_model_of_transformers(tmp_path, seed, ranks, tied, sums):
     for tokens, found in results:
         torch.testing.assert_close(found.double(), logits, rtol=1e-3, atol=1e-4 * logits.abs().max().item())
         assert torch.equal(tokens, wanted)
+
+
+def float8_rank(comm, seed, tokens, float8):
+    sys.path.insert(0, str(EXAMPLES))
+    from llama.decoder import Decoder
+    from llama.weights import random_weights
+
+    weights = random_weights("tiny", None, seed, torch.device("cpu"))
+    rooms = {"batch": 3, "tokens": 24, "dtype": torch.float32, "float8": float8}
+    options = [{}, {"sums": "nccl"}, {"sequence_rows": 8}]
+    return [Decoder(weights, comm, **rooms, **each).teacher_forced(tokens) for each in options]
+
+
+def test_float8_is_near_one_rank_without_it(seed):
+    tokens = torch.randint(256, (3, 24))
+    wanted = run_ranks(float8_rank, 1, seed, tokens, False, backend="local")[0][0]
+    for logits in run_ranks(float8_rank, 2, seed, tokens, True, backend="local"):
+        for one in logits:
+            assert (one - wanted).norm() <= 0.15 * wanted.norm()
+            assert (one - logits[0]).norm() <= 0.05 * wanted.norm()
 
 
 def test_another_model_of_transformers_is_refused(launcher, tmp_path):
