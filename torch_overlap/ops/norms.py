@@ -141,15 +141,23 @@ def all_reduce_rms_norm_quantize(
     scale: Tensor | None = None,
     eps: float = 1e-6,
     return_norm: bool = False,
+    next_weight: Tensor | None = None,
+    next_weight_scale_inv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes h = residual + all_reduce(x) + bias, and quantizes rms_norm(h) * weight to float8_e4m3fn, in one
-    operation.
+    operation. With `next_weight`, also the product that follows.
 
         y8, y_scale_inv, h, _ = ops.all_reduce_rms_norm_quantize(
             x, h, weight, comm, scaling_mode=ScalingMode.DELAYED_TENSOR_SCALING, scale=scale)
+        qkv, _, h, _ = ops.all_reduce_rms_norm_quantize(
+            x, h, weight, comm, scaling_mode=ScalingMode.ROW_SCALING,
+            next_weight=wqkv8, next_weight_scale_inv=wqkv_scale_inv)
 
     The values are those of `quantize` for the result of `all_reduce_rms_norm`, bit for bit: the normalized rows are
-    rounded to the dtype of x first.
+    rounded to the dtype of x first. The product is that of `gemm` for them: for up to 64 rows, one scale for each
+    operand or each row and feature, out_features in multiples of 8 and a contiguous float8_e4m3fn weight, its kernel
+    loads the weight while the ranks exchange their sums. Such calls have the same order on all ranks (see
+    `matmul_all_reduce_rms_norm`).
 
     Args:
         x, residual, weight, bias, eps: as for `all_reduce_rms_norm`.
@@ -158,19 +166,24 @@ def all_reduce_rms_norm_quantize(
             All others of `quantize`, and other dtypes and backends, are served by an operator that follows.
         scale: float32 of one element, for DELAYED_TENSOR_SCALING only: the inverse of the scale_inv that is returned.
         return_norm: also returns the rows that were quantized.
+        next_weight, next_weight_scale_inv: [out_features, n] of this rank, float8_e4m3fn or float8_e5m2, and its scales
+            as `quantize` returns them for scaling_mode. With BLOCK_2D_SCALING the weight has blocks of 128 x 128, and
+            the rows those of BLOCK_1D_SCALING. Sizes as for `scaled_matmul_reduce_scatter`; not for float64 x.
 
     Returns: (data, scale_inv, h, norm). data has the shape of x, scale_inv the layout that `quantize` documents, h and
-    norm the dtype of x; norm has shape [0] without return_norm.
+    norm the dtype of x; norm has shape [0] without return_norm. With `next_weight`, in place of data the product
+    [..., out_features] of the dtype of x.
 
-    Raises: `InvalidValueError` if a scale is given to another mode, or missing; `InvalidTypeError` for dtypes that do
-    not match.
+    Raises: `InvalidValueError` if a scale is given to another mode, or missing, or shapes do not match;
+    `InvalidTypeError` for dtypes that do not match. Nothing was sent.
 
     It has no gradient. The results are valid on the current stream, and it may be captured in a CUDA graph. vmap runs
     it once for each element of the batch.
     """
     return _ops.all_reduce_rms_norm_quantize(
-        x, residual, weight, bias, scale, scaling_mode, *group(comm), eps, return_norm
-    )
+        x, residual, weight, bias, scale, scaling_mode, *group(comm), eps, return_norm, next_weight,
+        next_weight_scale_inv,
+    )  # fmt: skip
 
 
 def matmul_all_reduce_rms_norm_quantize(
@@ -186,12 +199,16 @@ def matmul_all_reduce_rms_norm_quantize(
     eps: float = 1e-6,
     return_norm: bool = False,
     algorithm: str = "auto",
+    next_weight: Tensor | None = None,
+    next_weight_scale_inv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes h = residual + all_reduce(x weight^T) + bias, and quantizes rms_norm(h) * norm_weight to float8_e4m3fn.
+    With `next_weight`, also the product that follows.
 
-    Arguments as for `matmul_all_reduce_rms_norm`, and for the quantization, the results and errors as for
-    `all_reduce_rms_norm_quantize`. It has no gradient, and torch.autocast does not change it.
+    Arguments as for `matmul_all_reduce_rms_norm`, and for the quantization, the next product, the results and errors as
+    for `all_reduce_rms_norm_quantize`. It has no gradient, and torch.autocast does not change it.
     """
     return _ops.matmul_all_reduce_rms_norm_quantize(
-        x, weight, bias, residual, norm_weight, scale, scaling_mode, *group(comm), eps, return_norm, algorithm
-    )
+        x, weight, bias, residual, norm_weight, scale, scaling_mode, *group(comm), eps, return_norm, algorithm,
+        next_weight, next_weight_scale_inv,
+    )  # fmt: skip

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/gemm/early_start.h"
 #include "torch_overlap/gemm/scaling.h"
 
 // GEMMs with everything that a linear layer and its gradients need around them, in one value. The
@@ -59,14 +60,6 @@ struct GemmEpilogue {
   // [m, n], of out's dtype: added after the rest of the epilogue. It may be exactly out, which is
   // the same as `accumulate`. Not for 8-bit out.
   at::Tensor residual{};
-};
-
-// Begin of a product of few rows, which is bound by loading rhs, on devices whose kernel for it can
-// start while the last kernel on the current stream still runs.
-enum class EarlyStart {
-  none,       // after that kernel, by a kernel for all products
-  waits,      // it starts, and waits for that kernel to end
-  loads_rhs,  // it loads rhs. That kernel does not write rhs, and waits for those before it to end
 };
 
 struct GemmArgs {

@@ -157,8 +157,9 @@ struct MatmulAllReduceRmsNorm {
 TORCH_OVERLAP_API MatmulAllReduceRmsNorm::Result matmul_all_reduce_rms_norm(
     const MatmulAllReduceRmsNorm& call);
 
-// The same two with the normalized rows as e4m3 values: these, their scale_inv, the rows before the
-// norm, and if `return_norm` the normalized rows, else a tensor of shape [0].
+// The same two with the normalized rows as e4m3 values: these, or with `next_weight` their product
+// with its transpose; their scale_inv; the rows before the norm; and if `return_norm` the
+// normalized rows, else a tensor of shape [0].
 struct AllReduceRmsNormQuantize {
   using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
   static constexpr const char* kName = "all_reduce_rms_norm_quantize";
@@ -174,8 +175,10 @@ struct AllReduceRmsNormQuantize {
   int64_t group_size = 1;
   double eps = 1e-6;
   bool return_norm = false;
+  std::optional<Tensor> next_weight{};
+  std::optional<Tensor> next_weight_scale_inv{};
   TORCH_OVERLAP_FIELDS(x, residual, weight, bias, scale, scaling_mode, comm, group_size, eps,
-                       return_norm);
+                       return_norm, next_weight, next_weight_scale_inv);
 };
 
 struct MatmulAllReduceRmsNormQuantize {
@@ -195,8 +198,10 @@ struct MatmulAllReduceRmsNormQuantize {
   double eps = 1e-6;
   bool return_norm = false;
   std::string_view algorithm = "auto";
+  std::optional<Tensor> next_weight{};
+  std::optional<Tensor> next_weight_scale_inv{};
   TORCH_OVERLAP_FIELDS(x, weight, bias, residual, norm_weight, scale, scaling_mode, comm,
-                       group_size, eps, return_norm, algorithm);
+                       group_size, eps, return_norm, algorithm, next_weight, next_weight_scale_inv);
 };
 
 struct AllToAllMatmul {

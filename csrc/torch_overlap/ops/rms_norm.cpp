@@ -1,14 +1,14 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/rms_norm.h>
-
-#include <functional>
 
 #include "torch_overlap/gemm/quantize.h"
 #include "torch_overlap/ops/autograd.h"
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/rows.h"
+#include "torch_overlap/ops/scaled.h"
 #include "torch_overlap/overlap/device.h"
 
 namespace torch_overlap::ops {
@@ -43,10 +43,6 @@ void check_norm_operands(std::string_view op, c10::SymIntArrayRef shape, const T
                       ". It keeps the root from 0.");
 }
 
-NormResults results_like(c10::SymIntArrayRef shape, const Tensor& like) {
-  return {at::empty_symint(shape, like.options()), at::empty_symint(shape, like.options())};
-}
-
 // Applies the residual and the norm to a complete sum, and multiplies. Used if gradients are
 // needed.
 NormResults add_and_norm(const Tensor& sum, const Tensor& residual, const Tensor& norm_weight,
@@ -61,41 +57,89 @@ NormResults add_and_norm(const Tensor& sum, const Tensor& residual, const Tensor
 }
 
 template <typename Call>
-void check_next_weight(const Call& call, c10::SymIntArrayRef shape) {
-  if (!call.next_weight) return;
-  const Tensor& weight = *call.next_weight;
-  check_dtype(Call::kName, "next_weight", call.x, weight);
-  TORCH_OVERLAP_CHECK(
-      weight.dim() == 2 && shape.back().sym_eq(weight.sym_size(1)).expect_true(__FILE__, __LINE__),
-      kValue, Call::kName, ": expected next_weight [out_features, ", shape.back(),
-      "] for rows of shape ", shape, ", got shape ", weight.sym_sizes(),
-      ". Pass weight.t() if it is [in_features, out_features].");
+constexpr bool kQuantizes = requires(const Call& call) { call.scaling_mode; };
+
+// Modes of the quantized rows and of the weight that they are multiplied by.
+template <typename Call>
+ScaledModes modes_of(const Call& call) {
+  const ScalingMode mode = scaling_mode(Call::kName, call.scaling_mode);
+  TORCH_OVERLAP_CHECK(mode != ScalingMode::NO_SCALING, kValue, Call::kName,
+                      ": expected a scaling_mode of 8-bit values, got NO_SCALING. Use another "
+                      "ScalingMode.");
+  return call.next_weight ? modes_of_product(mode) : ScaledModes{.x = mode, .weight = mode};
 }
 
-// The product of the normalized rows with the next weight, if the call has one.
-class NextProduct {
+template <typename Call>
+void check_next_weight(const Call& call, c10::SymIntArrayRef shape) {
+  constexpr std::string_view kOp = Call::kName;
+  if constexpr (kQuantizes<Call>) {
+    TORCH_OVERLAP_CHECK(call.next_weight.has_value() == call.next_weight_scale_inv.has_value(),
+                        kValue, kOp, ": expected next_weight and next_weight_scale_inv, got only ",
+                        call.next_weight ? "the weight" : "the scales",
+                        ". Pass both results of quantize.");
+  }
+  if (!call.next_weight) return;
+  const Tensor& weight = *call.next_weight;
+  TORCH_OVERLAP_CHECK(
+      weight.dim() == 2 && shape.back().sym_eq(weight.sym_size(1)).expect_true(__FILE__, __LINE__),
+      kValue, kOp, ": expected next_weight [out_features, ", shape.back(), "] for rows of shape ",
+      shape, ", got shape ", weight.sym_sizes(),
+      ". Pass weight.t() if it is [in_features, out_features].");
+  if constexpr (!kQuantizes<Call>) {
+    check_dtype(kOp, "next_weight", call.x, weight);
+  } else {
+    const ScalingMode mode = modes_of(call).weight;
+    TORCH_OVERLAP_CHECK(call.x.scalar_type() != at::kDouble, kType, kOp,
+                        ": expected x of float16, bfloat16 or float32 with a next_weight, whose "
+                        "product has its dtype, got float64. Convert it.");
+    check_quantized(kOp, {.name = "next_weight"}, weight, *call.next_weight_scale_inv, mode);
+    TORCH_OVERLAP_CHECK(weight.device() == call.x.device(), kType, kOp,
+                        ": expected next_weight on device ", call.x.device(), " as x, got ",
+                        weight.device(), ". Move one of them.");
+  }
+}
+
+// The normalized rows of a call, and what it makes of them: their quantized values, then the
+// product of these or of the rows with the next weight.
+class NormOutput {
  public:
-  NextProduct() = default;  // the call has none
   template <typename Call>
-  NextProduct(const Call& call, const Tensor& rows) : op_(Call::kName), rows_(rows) {
+  NormOutput(const Call& call, c10::SymIntArrayRef shape)
+      : op_(Call::kName), rows_(at::empty_symint(shape, call.x.options())) {
+    if constexpr (kQuantizes<Call>) {
+      modes_ = modes_of(call);
+      quantize_ = {{.scaling = modes_.x}};
+      scale_ = call.scale;
+      keeps_rows_ = call.return_norm;
+      quantized_ = empty_quantized(op_, rows_, *quantize_);
+      weight_scale_inv_ = call.next_weight_scale_inv.value_or(Tensor());
+    }
     if (!call.next_weight) return;
     weight_ = *call.next_weight;
-    c10::SymDimVector shape(rows.sym_sizes());
-    shape.back() = weight_.sym_size(0);
-    out_ = at::empty_symint(shape, rows.options());
+    c10::SymDimVector sizes(shape);
+    sizes.back() = weight_.sym_size(0);
+    product_ = at::empty_symint(sizes, rows_.options());
   }
 
-  // Checks the product, before anything is sent. `is_early`: all_reduce_rms_norm is one kernel,
-  // which waits for all that was enqueued before this call.
+  const Tensor& rows() const { return rows_; }
+  // Returns the part of the quantization that is done by the norm's kernel.
+  RmsNorm::Quantization quantization_of(const TorchComm& comm) {
+    if (!quantize_) return {};
+    const NormScaling scaling = norm_scaling(quantize_->scaling);
+    is_quantized_ =
+        scaling != NormScaling::none && rows_.numel() > 0 && comm.quantizes_rms_norm(rows_);
+    if (!is_quantized_) return {};
+    return {.scaling = scaling,
+            .scale = scale_.value_or(Tensor()),
+            .data = quantized_.data,
+            .scale_inv = quantized_.scale_inv,
+            .keeps_rows = keeps_rows_};
+  }
+  // Checks the product, before anything is sent. `is_early`: the norm is one kernel, which waits
+  // for all that was enqueued before this call. Requires quantization_of().
   void check(bool is_early) {
-    if (!weight_.defined()) return;
-    const auto matrix = [](const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : as_rows(t); };
-    GemmArgs args;
-    args.lhs = {.data = matrix(rows_)};
-    args.rhs = transposed_operand(weight_);
-    args.out = matrix(out_);
-    args.early_start = is_early ? EarlyStart::loads_rhs : EarlyStart::none;
-    product_.emplace(op_, std::move(args));
+    starts_early_ = is_early && (!quantize_ || is_quantized_);
+    if (product_.defined()) prepare_product();
   }
   // Returns a lock to hold until run(), if the product's kernel holds nearly all SMs while the norm
   // waits for other ranks; null if it does not. Requires check().
@@ -103,19 +147,70 @@ class NextProduct {
     if (!starts_early()) return nullptr;
     return overlap_device(op_, comm.device().type()).acquire_resident_kernel_lock(comm.device());
   }
-  bool starts_early() const { return product_ && product_->starts_early(); }
-  void run() const {
-    if (product_) product_->run();
+  bool starts_early() const { return prepared_ && prepared_->starts_early(); }
+  // Enqueues what follows the norm. Requires check().
+  void run() {
+    if (quantize_ && !is_quantized_) {
+      quantized_ = scale_ ? quantize_delayed(op_, rows_, *scale_, *quantize_).first
+                          : quantize(op_, rows_, *quantize_);
+      if (prepared_) prepare_product();
+    }
+    if (prepared_) prepared_->run();
   }
-  // Returns the product, or the rows if there is no next weight.
-  Tensor result() const { return out_.defined() ? out_ : rows_; }
+
+  // Returns the product; without one, the quantized values, or the rows.
+  Tensor result() const {
+    if (product_.defined()) return product_;
+    return quantize_ ? quantized_.data : rows_;
+  }
+  const Tensor& scale_inv() const { return quantized_.scale_inv; }
 
  private:
+  static Tensor matrix(const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : as_rows(t); }
+  static NormScaling norm_scaling(ScalingMode mode) {
+    switch (mode) {
+      case ScalingMode::DELAYED_TENSOR_SCALING:
+        return NormScaling::tensor;
+      case ScalingMode::ROW_SCALING:
+        return NormScaling::row;
+      case ScalingMode::BLOCK_1D_SCALING:
+        return NormScaling::block;
+      default:
+        return NormScaling::none;
+    }
+  }
+  void prepare_product() {
+    GemmArgs args;
+    if (quantize_) {
+      args = scaled_product(quantized_.scale_inv, weight_, weight_scale_inv_, modes_,
+                            /*use_split_accumulator=*/false);
+      weight_ = args.rhs.data;  // contiguous, also for a second time
+      args.lhs.data = matrix(quantized_.data);
+      args.lhs.scale_inv = quantized_.scale_inv;
+    } else {
+      args.lhs.data = matrix(rows_);
+      args.rhs = transposed_operand(weight_);
+    }
+    args.out = matrix(product_);
+    args.early_start = starts_early_ ? EarlyStart::loads_rhs : EarlyStart::none;
+    prepared_.emplace(op_, std::move(args));
+  }
+
   std::string_view op_;
   Tensor rows_;
+  // Quantization.
+  std::optional<QuantizeOptions> quantize_;
+  std::optional<Tensor> scale_;
+  bool keeps_rows_ = true;
+  Quantized quantized_;
+  bool is_quantized_ = false;  // by the norm's kernel
+  // Product.
+  ScaledModes modes_{};
   Tensor weight_;
-  Tensor out_;
-  std::optional<Product> product_;
+  Tensor weight_scale_inv_;
+  Tensor product_;
+  bool starts_early_ = false;
+  std::optional<Product> prepared_;
 };
 
 RmsNorm norm_of(const Tensor& residual, const Tensor& residual_out, const Tensor& norm_weight,
@@ -144,34 +239,27 @@ void check_all_reduce(const Call& call) {
                         ". Flatten it.");
     check_size(kOp, "bias", x.sym_size(-1), call.bias->sym_size(0));
   }
-  if constexpr (requires { call.next_weight; }) check_next_weight(call, x.sym_sizes());
+  check_next_weight(call, x.sym_sizes());
 }
 
-// Returns the quantization that the backend of the communicator does. None for the plain operators.
-using QuantizationOf = std::function<RmsNorm::Quantization(const TorchComm&)>;
-RmsNorm::Quantization no_quantization(const TorchComm&) { return {}; }
-
-// This and run_matmul() return false if the call only explains its choice (ExplainScope).
 template <typename Call>
-bool run_all_reduce(const Call& call, const Tensor& out, const Tensor& hidden,
-                    const QuantizationOf& quantization_of, NextProduct& next) {
+void run_all_reduce(const Call& call, NormOutput& out, const Tensor& hidden) {
   const auto comm = find_comm(Call::kName, call.comm, call.group_size);
   RmsNorm norm = norm_of(call.residual, hidden, call.weight, call.bias, call.eps);
   norm.terms = call.x.contiguous();
-  norm.quantization = quantization_of(*comm);
-  next.check(comm->rms_norm_kernel(out, norm) == NormKernel::ready);
-  const auto lock = next.lock(*comm);
-  comm->all_reduce_rms_norm(out, norm);
-  next.run();
-  return true;
+  norm.quantization = out.quantization_of(*comm);
+  out.check(comm->rms_norm_kernel(out.rows(), norm) == NormKernel::ready);
+  const auto lock = out.lock(*comm);
+  comm->all_reduce_rms_norm(out.rows(), norm);
+  out.run();
 }
 
 NormResults all_reduce_rms_norm_kernel(const AllReduceRmsNorm& call) {
   check_all_reduce(call);
-  auto [out, hidden] = results_like(call.x.sym_sizes(), call.x);
-  NextProduct next(call, out);
-  if (!is_shape_only(call.x)) run_all_reduce(call, out, hidden, no_quantization, next);
-  return {next.result(), std::move(hidden)};
+  NormOutput out(call, call.x.sym_sizes());
+  auto hidden = at::empty_like(out.rows());
+  if (!is_shape_only(call.x)) run_all_reduce(call, out, hidden);
+  return {out.result(), std::move(hidden)};
 }
 
 NormResults all_reduce_rms_norm_autograd(const AllReduceRmsNorm& call) {
@@ -199,7 +287,7 @@ c10::SymDimVector check_matmul(const Call& call) {
   c10::SymDimVector shape(call.x.sym_sizes());
   shape.back() = call.weight.sym_size(0);
   check_norm_operands(kOp, shape, call.x, call.residual, call.norm_weight, call.eps);
-  if constexpr (requires { call.next_weight; }) check_next_weight(call, shape);
+  check_next_weight(call, shape);
   return shape;
 }
 
@@ -236,40 +324,39 @@ std::optional<Algorithm> choose_with_norm(const AllReduceProduct& product,
   return chosen;
 }
 
+// Computes nothing if the call only explains its choice (ExplainScope).
 template <typename Call>
-bool run_matmul(const Call& call, const Tensor& out, const Tensor& hidden,
-                const QuantizationOf& quantization_of, NextProduct& next) {
+void run_matmul(const Call& call, NormOutput& out, const Tensor& hidden) {
   const auto comm = find_comm(Call::kName, call.comm, call.group_size);
-  AllReduceProduct product = product_of(without_norm(call), comm, out);
+  AllReduceProduct product = product_of(without_norm(call), comm, out.rows());
   RmsNorm norm = norm_of(call.residual, hidden, call.norm_weight, call.bias, call.eps);
-  norm.quantization = quantization_of(*comm);
-  const NormKernel kernel = comm->rms_norm_kernel(out, norm);
+  norm.quantization = out.quantization_of(*comm);
+  const NormKernel kernel = comm->rms_norm_kernel(out.rows(), norm);
   const auto algorithm = choose_with_norm(product, call.algorithm, kernel != NormKernel::none);
-  if (!algorithm) return false;
+  if (!algorithm) return;
   const bool is_sequential = algorithm == Algorithm::sequential;
-  next.check(is_sequential && kernel == NormKernel::ready);
+  out.check(is_sequential && kernel == NormKernel::ready);
   std::shared_ptr<void> lock;
   if (is_sequential) {
     product.gemm.out = product.out;
-    product.gemm.early_start = next.starts_early() ? EarlyStart::waits : EarlyStart::none;
+    product.gemm.early_start = out.starts_early() ? EarlyStart::waits : EarlyStart::none;
     const Product first(Call::kName, std::move(product.gemm));
-    lock = next.lock(*comm);
+    lock = out.lock(*comm);
     first.run();
-    comm->all_reduce_rms_norm(out, norm);
+    comm->all_reduce_rms_norm(out.rows(), norm);
   } else {
     run_all_reduce(product, *algorithm);  // with the bias
     norm.bias = Tensor();
-    comm->add_rms_norm(out, norm);
+    comm->add_rms_norm(out.rows(), norm);
   }
-  next.run();
-  return true;
+  out.run();
 }
 
 NormResults matmul_all_reduce_rms_norm_kernel(const MatmulAllReduceRmsNorm& call) {
-  auto [out, hidden] = results_like(check_matmul(call), call.x);
-  NextProduct next(call, out);
-  if (!is_shape_only(call.x)) run_matmul(call, out, hidden, no_quantization, next);
-  return {next.result(), std::move(hidden)};
+  NormOutput out(call, check_matmul(call));
+  auto hidden = at::empty_like(out.rows());
+  if (!is_shape_only(call.x)) run_matmul(call, out, hidden);
+  return {out.result(), std::move(hidden)};
 }
 
 NormResults matmul_all_reduce_rms_norm_autograd(const MatmulAllReduceRmsNorm& call) {
@@ -284,21 +371,9 @@ NormResults matmul_all_reduce_rms_norm_autograd(const MatmulAllReduceRmsNorm& ca
 
 // --- Quantized rows ------------------------------------------------------------------------------
 
-NormScaling norm_scaling(ScalingMode mode) {
-  switch (mode) {
-    case ScalingMode::DELAYED_TENSOR_SCALING:
-      return NormScaling::tensor;
-    case ScalingMode::ROW_SCALING:
-      return NormScaling::row;
-    case ScalingMode::BLOCK_1D_SCALING:
-      return NormScaling::block;
-    default:
-      return NormScaling::none;
-  }
-}
-
 template <typename Call>
-void check_scale_of(const Call& call, ScalingMode mode) {
+void check_scale_of(const Call& call) {
+  const ScalingMode mode = scaling_mode(Call::kName, call.scaling_mode);
   const bool takes_scale = mode == ScalingMode::DELAYED_TENSOR_SCALING;
   TORCH_OVERLAP_CHECK(call.scale.has_value() == takes_scale, kValue, Call::kName, ": expected ",
                       takes_scale ? "a scale" : "no scale", " for ", to_string(mode), ", got ",
@@ -308,36 +383,15 @@ void check_scale_of(const Call& call, ScalingMode mode) {
   if (takes_scale) check_scale(Call::kName, call.x, *call.scale);
 }
 
-// `run` is run_all_reduce() or run_matmul(). Where the backend has no kernel for the quantization,
-// it follows as an operation of its own, with the same values.
+// `run` is run_all_reduce() or run_matmul().
 template <typename Call, typename Run>
 typename Call::Result quantize_rows(const Call& call, c10::SymIntArrayRef shape, const Run& run) {
-  const QuantizeOptions options{.scaling = scaling_mode(Call::kName, call.scaling_mode)};
-  check_scale_of(call, options.scaling);
-  auto [out, hidden] = results_like(shape, call.x);
-  auto quantized = empty_quantized(Call::kName, out, options);
-  const auto results = [&] {
-    auto norm = call.return_norm ? out : at::empty({0}, out.options());
-    return typename Call::Result{quantized.data, quantized.scale_inv, hidden, std::move(norm)};
-  };
-  if (is_shape_only(call.x)) return results();
-  bool is_quantized = false;
-  const auto quantization_of = [&](const TorchComm& comm) -> RmsNorm::Quantization {
-    const NormScaling scaling = norm_scaling(options.scaling);
-    is_quantized = scaling != NormScaling::none && out.numel() > 0 && comm.quantizes_rms_norm(out);
-    if (!is_quantized) return {};
-    return {.scaling = scaling,
-            .scale = call.scale.value_or(Tensor()),
-            .data = quantized.data,
-            .scale_inv = quantized.scale_inv,
-            .keeps_rows = call.return_norm};
-  };
-  NextProduct none;
-  if (run(call, out, hidden, quantization_of, none) && !is_quantized) {
-    quantized = call.scale ? quantize_delayed(Call::kName, out, *call.scale, options).first
-                           : quantize(Call::kName, out, options);
-  }
-  return results();
+  check_scale_of(call);
+  NormOutput out(call, shape);
+  auto hidden = at::empty_like(out.rows());
+  if (!is_shape_only(call.x)) run(call, out, hidden);
+  return {out.result(), out.scale_inv(), std::move(hidden),
+          call.return_norm ? out.rows() : at::empty({0}, out.rows().options())};
 }
 
 AllReduceRmsNormQuantize::Result all_reduce_rms_norm_quantize_kernel(

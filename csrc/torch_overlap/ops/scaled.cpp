@@ -3,7 +3,6 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/gemm/operand.h"
 #include "torch_overlap/gemm/quantize.h"
-#include "torch_overlap/ops/checks.h"
 #include "torch_overlap/ops/rows.h"
 
 namespace torch_overlap::ops {
@@ -11,36 +10,36 @@ namespace {
 
 constexpr std::string_view kScaledAlgorithms = "auto sequential pipelined p2p fused";
 
+// Returns the modes of an operator called with `scaling_mode`. Throws kValue for NO_SCALING.
+ScaledModes scaled_modes(std::string_view op, int64_t scaling_mode) {
+  const auto mode = torch_overlap::scaling_mode(op, scaling_mode);
+  TORCH_OVERLAP_CHECK(mode != ScalingMode::NO_SCALING, kValue, op,
+                      ": expected a scaling_mode of 8-bit values, got NO_SCALING; use ",
+                      op.substr(std::string_view("scaled_").size()));
+  return modes_of_product(mode);
+}
+
+}  // namespace
+
+ScaledModes modes_of_product(ScalingMode weight) {
+  return {.x = weight == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : weight,
+          .weight = weight};
+}
+
 void check_quantized(std::string_view op, const Argument& what, const at::Tensor& data,
                      const at::Tensor& scale_inv, ScalingMode mode) {
   TORCH_OVERLAP_CHECK(
       data.scalar_type() == at::kFloat8_e4m3fn || data.scalar_type() == at::kFloat8_e5m2, kType, op,
       ": expected ", what, " of dtype float8_e4m3fn or float8_e5m2, got ", data.scalar_type(),
       ". Use quantize.");
-  if (is_tensor_scaling(mode)) {
-    check_scale(op, data, scale_inv);
-    return;
-  }
   try {
+    if (is_tensor_scaling(mode)) return check_scale(op, data, scale_inv);
     check_dequantizable(op, data, scale_inv, mode, at::kFloat, /*swizzled=*/false);
   } catch (const Error& error) {
     fail(error.kind(), error.what(), ", the scales of ", what,
          ". Pass what quantize gave, unswizzled (unswizzle_scales).");
   }
 }
-
-// Returns the modes of an operator called with `scaling_mode`, which is that of the weights: two
-// operands with 128 x 128 blocks cannot be multiplied. Throws kValue for NO_SCALING.
-ScaledModes scaled_modes(std::string_view op, int64_t scaling_mode) {
-  const auto mode = torch_overlap::scaling_mode(op, scaling_mode);
-  TORCH_OVERLAP_CHECK(mode != ScalingMode::NO_SCALING, kValue, op,
-                      ": expected a scaling_mode of 8-bit values, got NO_SCALING; use ",
-                      op.substr(std::string_view("scaled_").size()));
-  return {.x = mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode,
-          .weight = mode};
-}
-
-}  // namespace
 
 int64_t row_unit(const ScaledModes& modes) {
   return modes.x == ScalingMode::BLOCK_1D_SCALING ? kBlockScaledMultiple : 1;

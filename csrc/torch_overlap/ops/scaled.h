@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "torch_overlap/gemm/gemm.h"
+#include "torch_overlap/ops/checks.h"
 
 // Shared code of the overlapped operators on 8-bit floats: value = data * scale_inv, in a
 // ScalingMode.
@@ -17,6 +18,9 @@ struct ScaledModes {
   ScalingMode weight;
   bool gathers_scales() const { return !is_tensor_scaling(x); }
 };
+// Returns the modes of a product called with the mode of its weights: two operands with 128 x 128
+// blocks cannot be multiplied.
+ScaledModes modes_of_product(ScalingMode weight);
 // Returns the unit of which the rows of x, and of its parts, must be a multiple.
 TORCH_OVERLAP_API int64_t row_unit(const ScaledModes& modes);
 
@@ -30,6 +34,9 @@ ScaledInput check_scaled_x(std::string_view op, const at::Tensor& x, const at::T
                            int64_t group_size, int64_t dim, std::string_view what,
                            at::ScalarType out_dtype, std::string_view algorithm,
                            int64_t scaling_mode);
+// Checks 8-bit values and their scales, of any number of dimensions.
+void check_quantized(std::string_view op, const Argument& what, const at::Tensor& data,
+                     const at::Tensor& scale_inv, ScalingMode mode);
 // Checks one of the weights, and its bias.
 void check_scaled_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
                          const at::Tensor& weight_scale_inv, const std::optional<at::Tensor>& bias,

@@ -85,6 +85,25 @@ def test_scaled_types(scaling, out_dtype, types):
     run(case_of(136, 256, 384, dtype=lhs, rhs_dtype=rhs, use_split_accumulator=True, **options))
 
 
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaling", ["current", "row"])
+def test_8_bit_operands_of_few_rows(scaling, out_dtype):
+    """One, two and four blocks that share a tile along k, with uneven parts; blocks of whole and narrow tiles."""
+    options = {"dtype": E4M3, "scaling": scaling, "out_dtype": out_dtype}
+    for rows in (1, 7, 16, 17, 32, 33, 63, 64, 65):
+        for n, k in ((8, 16), (1000, 4096), (3072, 4096), (4104, 2064), (9000, 272), (14336, 512), (30008, 128)):
+            run(case_of(rows, n, k, **options))
+    run(case_of(24, 2056, 640, padded=True, **options))
+    if capability()[0] == 9:
+        names = []
+        for rows in (1, 64, 65):
+            case = case_of(rows, 3072, 4096, **options)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+                run(case)
+            names.append(any("small_m_kernel" in event.name for event in recorded.events()))
+        assert names == [True, True, False]
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["fast", "split"])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scaling", ["current", "row"])

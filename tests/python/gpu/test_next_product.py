@@ -1,6 +1,7 @@
 """The product that follows all_reduce_rms_norm: its kernel loads the weight while the norm waits for the ranks."""
 
 import random
+import re
 import time
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ from small_cases import Poison
 
 import torch_overlap as to
 from torch_overlap import ops
+from torch_overlap.quantize import ScalingMode
 
 pytestmark = pytest.mark.gpu(2)
 MODES = ["auto", "ll", "ll128", "simple", "off"]
@@ -20,7 +22,9 @@ MODES = ["auto", "ll", "ll128", "simple", "off"]
 SHAPES = [(1, 4096, 3072), (7, 1000, 200), (16, 4096, 14336), (17, 2048, 64), (32, 8192, 1536), (3, 64, 8),
           (32, 512, 40), (5, 200, 72), (33, 4096, 3072), (2, 1024, 7), (0, 128, 64), (4, 128, 0), (1, 16384, 4096),
           (8, 264, 9000), (16, 128, 30000), (32, 1024, 17408),
-          (9, 1088, 640), (20, 1344, 128)]  # fmt: skip
+          (9, 1088, 640), (20, 1344, 128), (48, 4096, 1040), (64, 2048, 14336), (65, 512, 512)]  # fmt: skip
+FAST_SUMS = 2.0**-10  # of 8-bit floats: Hopper keeps about 14 bits of partial sums
+SCALINGS = [ScalingMode.DELAYED_TENSOR_SCALING, ScalingMode.ROW_SCALING]  # of which the norm's kernel quantizes rows
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +43,55 @@ def check_product(out, rows, weight):
 
 
 class NextProblem(Problem):
-    """A norm, with its product by a weight of this rank."""
+    """A norm, with its product by a weight of this rank. With a scaling both are 8-bit floats."""
 
-    def __init__(self, comm, seed, shape, dtype):
+    def __init__(self, comm, seed, shape, dtype, scaling=None):
         rows, length, features = shape
         super().__init__(comm, seed, (rows, length), dtype)
         self.generator = torch.Generator("cuda").manual_seed(seed + 1 + comm.get_rank())
-        self.next = draw(self.generator, features, length, dtype=dtype)
+        self.scaling, self.shape = scaling, (features, length)
+        self.scale = torch.full((1,), 23.0, device="cuda") if scaling == SCALINGS[0] else None
+        self.next, self.next_scale_inv = self.draw_next()
+
+    def draw_next(self):
+        """Returns a weight, and its scales."""
+        weight = draw(self.generator, *self.shape, dtype=self.dtype)
+        return (weight, None) if self.scaling is None else ops.quantize(weight, self.scaling)[:2]
+
+    def call(self, next_weight=None, next_weight_scale_inv=None):
+        operands = (self.x, self.residual, self.weight, self.comm, self.bias)
+        if self.scaling is None:
+            return ops.all_reduce_rms_norm(*operands, eps=EPS, next_weight=next_weight)
+        return ops.all_reduce_rms_norm_quantize(
+            *operands, scaling_mode=self.scaling, scale=self.scale, eps=EPS, next_weight=next_weight,
+            next_weight_scale_inv=next_weight_scale_inv,
+        )  # fmt: skip
 
     def run_next(self):
-        return ops.all_reduce_rms_norm(
-            self.x, self.residual, self.weight, self.comm, self.bias, eps=EPS, next_weight=self.next
-        )
+        return self.call(self.next, self.next_scale_inv)
 
     def check_next(self, results):
-        rows, hidden = self.run()
-        self.check((rows, hidden))
-        assert torch.equal(results[1], hidden)
-        check_product(results[0], rows, self.next)
+        rows, *others = self.call()
+        for got, wanted in zip(results[1:], others, strict=True):
+            assert torch.equal(got, wanted)
+        if self.scaling is None:
+            self.check((rows, *others))
+            check_product(results[0], rows, self.next)
+        else:
+            values = ops.dequantize(rows, others[0], self.scaling, torch.float32)
+            weight = ops.dequantize(self.next, self.next_scale_inv, self.scaling, torch.float32)
+            check_scaled_product(results[0], values, weight)
+
+
+def check_scaled_product(out, rows, weight):
+    rows, weight = rows.double(), weight.double()
+    exact, size = rows @ weight.t(), rows.abs() @ weight.abs().t()
+    assert out.shape == exact.shape
+    assert ((out.double() - exact).abs() <= torch.finfo(out.dtype).eps * exact.abs() + FAST_SUMS * size).all()
+
+
+def bits(t):
+    return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -65,6 +100,16 @@ def test_every_shape(by_mode, seed, dtype, mode):
     for i, shape in enumerate(SHAPES):
         problem = NextProblem(by_mode[mode], seed + i, shape, dtype)
         problem.check_next(problem.run_next())
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("mode", ["auto", "ll", "ll128", "off"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_shape_of_8_bits(by_mode, seed, dtype, mode, scaling):
+    for i, shape in enumerate(SHAPES):
+        if shape[1] % 16 == 0 and shape[2] % 8 == 0:
+            problem = NextProblem(by_mode[mode], seed + i, shape, dtype, scaling)
+            problem.check_next(problem.run_next())
 
 
 @pytest.mark.parametrize("offset", [1, 4])
@@ -79,22 +124,27 @@ def test_weights_that_tensor_copies_do_not_take(by_mode, seed, offset):
     problem.check_next(problem.run_next())
 
 
+@pytest.mark.parametrize("scaling", [None, *SCALINGS], ids=str)
 @pytest.mark.parametrize("mode", ["ll", "ll128", "simple", "off"])
-@pytest.mark.parametrize("shape", [(1, 4096, 3072), (32, 4096, 14336), (16, 8192, 1024)])
-def test_a_weight_that_is_written_right_before(by_mode, seed, mode, shape):
-    """In a graph whose kernel before the norm writes the weight: nothing old may be loaded. One rank is late."""
-    problem = NextProblem(by_mode[mode], seed, shape, torch.bfloat16)
-    source = problem.next.clone()
+@pytest.mark.parametrize("shape", [(1, 4096, 3072), (32, 4096, 14336), (16, 8192, 1024), (48, 4096, 3072)])
+def test_a_weight_that_is_written_right_before(by_mode, seed, mode, shape, scaling):
+    """In a graph whose kernels before the norm write the weight and its scales: nothing old may be loaded. One rank is
+    late."""
+    problem = NextProblem(by_mode[mode], seed, shape, torch.bfloat16, scaling)
+    targets = [bits(t) for t in (problem.next, problem.next_scale_inv) if t is not None]
+    sources = [t.clone() for t in targets]
     problem.run_next()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        torch.mul(source, 1, out=problem.next)
+        for source, target in zip(sources, targets, strict=True):
+            torch.add(source, 0, out=target)
         results = problem.run_next()
     for replay in range(6):
-        source.copy_(draw(problem.generator, *source.shape, dtype=source.dtype))
-        problem.next.fill_(float("nan"))
+        for source, target, new in zip(sources, targets, problem.draw_next(), strict=False):
+            source.copy_(bits(new))
+            target.fill_(255 if target.dtype == torch.uint8 else float("nan"))
         for t in results:
-            t.fill_(float("nan"))
+            bits(t).fill_(255 if t.element_size() == 1 else float("nan"))
         if problem.comm.get_rank() == replay % problem.comm.get_size():
             torch.cuda._sleep(3_000_000)
         graph.replay()
@@ -148,6 +198,22 @@ def kernels_of(call):
     return " ".join(event.name for event in recorded.events())
 
 
+def starts_early(call):
+    """Returns, for each product of few rows, whether its kernel loads the weight early."""
+    return [found == "true" for found in re.findall(r"SmallMGemmConfig<[^>]*, (true|false)>", kernels_of(call))]
+
+
+def test_scales_that_are_not_read_in_place(by_mode, seed):
+    """A copy of them would be a kernel behind the norm."""
+    problem = NextProblem(by_mode["auto"], seed, (8, 4096, 3072), torch.bfloat16, ScalingMode.ROW_SCALING)
+    table = torch.randn(3072, 4, device="cuda")
+    table[:, 1:2] = problem.next_scale_inv
+    for scales in (table[:, 1:2], torch.cat([table[:1, :1], problem.next_scale_inv])[1:]):
+        problem.next_scale_inv = scales
+        problem.check_next(problem.run_next())
+        assert starts_early(problem.run_next) == [False]
+
+
 def test_the_kernel_that_starts_early(by_mode, seed):
     """It computes up to 32 rows behind a norm of one kernel, and both products of the operator that has two."""
     for mode, shape, expected in (("auto", (32, 4096, 3072), True), ("ll", (1, 1024, 20000), True),
@@ -155,13 +221,31 @@ def test_the_kernel_that_starts_early(by_mode, seed):
                                   ("off", (8, 1024, 512), False)):  # fmt: skip
         problem = NextProblem(by_mode[mode], seed, shape, torch.bfloat16)
         problem.run_next()
-        assert ("small_m_kernel" in kernels_of(problem.run_next)) == expected, (mode, shape)
+        assert starts_early(problem.run_next) == ([True] if expected else []), (mode, shape)
+    for scaling in SCALINGS:
+        for mode, rows, expected in (("auto", 1, [True]), ("auto", 48, [True]), ("off", 8, [False]), ("auto", 65, [])):
+            problem = NextProblem(by_mode[mode], seed, (rows, 4096, 3072), torch.bfloat16, scaling)
+            problem.run_next()
+            assert starts_early(problem.run_next) == expected, (mode, rows)
     comm, problem = by_mode["auto"], NextProblem(by_mode["auto"], seed, (8, 2048, 512), torch.bfloat16)
     x, w = (draw(problem.generator, n, 256, dtype=torch.bfloat16) for n in (8, 2048))
     for algorithm in ("auto", "sequential"):
-        found = kernels_of(lambda algorithm=algorithm: ops.matmul_all_reduce_rms_norm(
+        found = starts_early(lambda algorithm=algorithm: ops.matmul_all_reduce_rms_norm(
             x, w, problem.residual, problem.weight, comm, algorithm=algorithm, next_weight=problem.next))  # fmt: skip
-        assert found.count("small_m_kernel") == 2, algorithm
+        assert found == [False, True], algorithm
+    eight = NextProblem(comm, seed, (8, 2048, 512), torch.bfloat16, ScalingMode.ROW_SCALING)
+
+    def run(**following):
+        return ops.matmul_all_reduce_rms_norm_quantize(
+            x, w, eight.residual, eight.weight, comm, scaling_mode=eight.scaling, algorithm="sequential", **following
+        )
+
+    following = {"next_weight": eight.next, "next_weight_scale_inv": eight.next_scale_inv}
+    assert starts_early(lambda: run(**following)) == [False, True]
+    (product, *others), (values, *wanted) = run(**following), run()
+    rows = ops.dequantize(values, wanted[0], eight.scaling, torch.float32)
+    check_scaled_product(product, rows, ops.dequantize(eight.next, eight.next_scale_inv, eight.scaling, torch.float32))
+    assert ((others[1] - wanted[1]).abs() <= 0.02 * wanted[1].abs() + 0.02).all()
 
 
 def test_two_communicators_at_the_same_time(make_comm, comm, seed):
@@ -223,24 +307,34 @@ def test_beside_other_collectives(make_comm, comm, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "rows", "length", "features"),
-                         [("ll", 1, 4096, 3072), ("ll128", 32, 4096, 14336), ("simple", 8, 8192, 1024)])  # fmt: skip
-def test_ten_thousand_replays(by_mode, seed, mode, rows, length, features):
+@pytest.mark.parametrize(("mode", "rows", "length", "features", "scaling"),
+                         [("ll", 1, 4096, 3072, None), ("ll128", 32, 4096, 14336, None),
+                          ("simple", 8, 8192, 1024, None), ("ll", 1, 4096, 3072, SCALINGS[0]),
+                          ("ll128", 32, 4096, 14336, SCALINGS[1])])  # fmt: skip
+def test_ten_thousand_replays(by_mode, seed, mode, rows, length, features, scaling):
     """Replays a graph with weights of small integers and slots that hold NaN, sometimes with a late rank."""
     comm = by_mode[mode]
-    problem, poison = NextProblem(comm, seed, (rows, length, features), torch.bfloat16), Poison(comm)
+    problem = NextProblem(comm, seed, (rows, length, features), torch.bfloat16, scaling)
+    poison = Poison(comm)
     step = torch.zeros((), dtype=torch.int64, device="cuda")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     at = torch.arange(features * length, device="cuda").view(features, length)
+    scales = None if scaling is None else problem.next_scale_inv.clone()
 
     def once():
         step.add_(1).remainder_(61)
         problem.next.copy_((at * 7 + at // 13 + 5 * step) % 13 - 6)
+        if scaling is not None:
+            problem.next_scale_inv.copy_(scales * 2.0 ** (step % 3))
         poison()
-        out, _ = problem.run_next()
-        rows, _ = problem.run()
-        exact = rows.float() @ problem.next.float().t()
-        wrong.add_(((out.float() - exact).abs() > 0.01 * (exact.abs() + exact.square().mean().sqrt())).sum())
+        out, *_ = problem.run_next()
+        rows, scale_inv, *_ = problem.call()
+        weight = problem.next.float()
+        if scaling is not None:
+            rows, weight = rows.float() * scale_inv, weight * problem.next_scale_inv
+        exact = rows.float() @ weight.t()
+        allowed = (0.01 if scaling is None else 0.05) * (exact.abs() + exact.square().mean().sqrt())
+        wrong.add_((~((out.float() - exact).abs() <= allowed)).sum())
 
     once()
     torch.cuda.synchronize()

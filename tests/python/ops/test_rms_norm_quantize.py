@@ -91,6 +91,57 @@ def test_matmul(algorithm, shape, seed):
     on_ranks(matmul_rank, 3, algorithm, seed, shape, torch.bfloat16)
 
 
+def dequantized(values, scale_inv, mode):
+    return ops.dequantize(values, scale_inv, mode, torch.float32).double()
+
+
+def next_rank(comm, number, dtype):
+    """The product with the next weight: that of the values and scales which a call without it returns."""
+    me, size, data = comm.get_rank(), comm.get_size(), Data(number, dtype)
+    for shape in ((8, 160), (2, 4, 32), (160,), (0, 32)):
+        xs = [data(*shape) for _ in range(size)]
+        ws = [data(shape[-1], 5) for _ in range(size)]
+        ys = [data(*shape[:-1], 5) for _ in range(size)]
+        residual, gain, scale, weights = (
+            data(*shape),
+            data(shape[-1]),
+            torch.full((1,), 37.5),
+            data(size, 24, shape[-1]),
+        )
+        for mode in MODES:
+            is_block = mode in (ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING)
+            if len(shape) == 1 and is_block:
+                continue  # 8 rows
+            of_rows = ScalingMode.BLOCK_1D_SCALING if is_block else mode
+            given = scale if mode == ScalingMode.DELAYED_TENSOR_SCALING else None
+            keywords = {"scale": given, "eps": EPS}
+            for float8 in (torch.float8_e4m3fn, torch.float8_e5m2):
+                after, after_scale_inv = ops.quantize(weights[me], mode, dtype=float8)[:2]
+                following = {"next_weight": after, "next_weight_scale_inv": after_scale_inv, "scaling_mode": mode}
+                operands = [(ops.all_reduce_rms_norm_quantize, (xs[me], residual, gain, comm))]
+                if len(shape) > 1:
+                    product = (ys[me], ws[me], residual, gain, comm)
+                    operands.append((ops.matmul_all_reduce_rms_norm_quantize, product))
+                for op, args in operands:
+                    values, *wanted = op(*args, scaling_mode=of_rows, **keywords)
+                    out, *results = op(*args, **keywords, **following)
+                    assert out.dtype == dtype
+                    for got, expected in zip(results, wanted, strict=True):
+                        assert got.shape == expected.shape
+                        assert torch.equal(got.float(), expected.float())
+                    rows = dequantized(values, wanted[0], of_rows)
+                    check(out, rows @ dequantized(after, after_scale_inv, mode).t())
+                    again, _, hidden, norm = op(*args, return_norm=True, **keywords, **following)
+                    assert torch.equal(again, out)
+                    assert torch.equal(hidden, wanted[1])
+                    assert norm.shape == hidden.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_next_product(dtype, seed):
+    run_ranks(next_rank, 2, seed, dtype, backend="local")
+
+
 def special_rank(comm):
     for number in (float("nan"), float("inf"), -float("inf"), 0.0):
         x = torch.ones(3, 8)
@@ -131,6 +182,43 @@ def test_what_does_not_fit_is_refused():
     run_ranks(rank, 2, backend="local")
 
 
+def test_a_next_weight_that_does_not_fit_is_refused():
+    def rank(comm):
+        row, block = ScalingMode.ROW_SCALING, ScalingMode.BLOCK_2D_SCALING
+        x, gain = torch.randn(4, 32, dtype=torch.bfloat16), torch.randn(32, dtype=torch.bfloat16)
+        after, scale_inv = ops.quantize(torch.randn(8, 32), row)[:2]
+
+        def refuses(kind, match, weight=after, scales=scale_inv, *, x=x, gain=gain, mode=row, scale=None):
+            with_product = (ops.matmul_all_reduce_rms_norm_quantize, x, gain.expand(32, 32), x, gain)
+            for op, *operands in ((ops.all_reduce_rms_norm_quantize, x, x, gain), with_product):
+                with pytest.raises(kind, match=f"{op.__name__}: {match}"):
+                    op(*operands, comm, scaling_mode=mode, scale=scale, next_weight=weight,
+                       next_weight_scale_inv=scales)  # fmt: skip
+
+        refuses(InvalidValueError, "expected next_weight and next_weight_scale_inv, got only the weight", scales=None)
+        refuses(InvalidValueError, "expected next_weight and next_weight_scale_inv, got only the scales", weight=None)
+        refuses(InvalidValueError, r"expected next_weight \[out_features, 32\] .* got shape \[32, 8\]", after.t())
+        refuses(
+            InvalidTypeError, "expected next_weight of dtype float8_e4m3fn or float8_e5m2, got torch.bfloat16", x[:4]
+        )
+        refuses(InvalidValueError, r"expected scale_inv of shape \[8, 1\] .* got \[4, 1\], .* next_weight",
+                scales=scale_inv[:4])  # fmt: skip
+        delayed, one = ScalingMode.DELAYED_TENSOR_SCALING, torch.ones(1)
+        refuses(InvalidValueError, r"expected a scale of one element, got shape \[8, 1\].* the scales of next_weight",
+                mode=delayed, scale=one)  # fmt: skip
+        refuses(InvalidValueError, "expected a scaling_mode of 8-bit values, got NO_SCALING", mode=0)
+        refuses(InvalidTypeError, "expected x of float16, bfloat16 or float32 with a next_weight", x=x.double(),
+                gain=gain.double())  # fmt: skip
+        refuses(
+            InvalidValueError,
+            "expected m and n to be multiples of 8",
+            *ops.quantize(torch.randn(8, 32), block)[:2],
+            mode=block,
+        )
+
+    run_ranks(rank, 2, backend="local")
+
+
 def gradient_rank(comm):
     x, residual, weight = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6), torch.randn(6)
     *_, hidden, _ = ops.all_reduce_rms_norm_quantize(x, residual, weight, comm, scaling_mode=ScalingMode.ROW_SCALING)
@@ -152,10 +240,18 @@ def test_shapes_need_no_communicator(mode):
         scale = torch.empty(1) if mode == ScalingMode.DELAYED_TENSOR_SCALING else None
         results = raw.all_reduce_rms_norm_quantize(x, residual, weight, None, scale, mode, "nobody", 2, 1e-5, True)
         wanted = ops.quantize(x, mode)
-        x, product = torch.empty(2, 3, 8), torch.empty(160, 8)
+        y, product = torch.empty(2, 3, 8), torch.empty(160, 8)
         *of_product, norm = raw.matmul_all_reduce_rms_norm_quantize(
-            x, product, None, residual, weight, scale, mode, "nobody", 2
+            y, product, None, residual, weight, scale, mode, "nobody", 2
         )
+        after, after_scale_inv = ops.quantize(torch.empty(24, 160), mode)[:2]
+        out, *of_next = raw.all_reduce_rms_norm_quantize(
+            x, residual, weight, None, scale, mode, "nobody", 2, 1e-5, True, after, after_scale_inv
+        )
+        of_rows = ScalingMode.BLOCK_1D_SCALING if mode == ScalingMode.BLOCK_2D_SCALING else mode
+        assert of_next[0].shape == ops.quantize(x, of_rows)[1].shape
+    assert (out.shape, out.dtype) == ((2, 3, 24), torch.float32)
+    assert [t.shape for t in of_next[1:]] == [(2, 3, 160)] * 2
     for data, scale_inv, hidden in (results[:3], of_product):
         assert [data.shape, scale_inv.shape, hidden.shape] == [(2, 3, 160), wanted[1].shape, (2, 3, 160)]
         assert [data.dtype, scale_inv.dtype] == [torch.float8_e4m3fn, wanted[1].dtype]
@@ -173,6 +269,8 @@ def traced_rank(comm):
         given = scale if mode == ScalingMode.DELAYED_TENSOR_SCALING else None
         operands = (x, residual, weight, None, given, mode, name, size)
         torch.library.opcheck(raw.all_reduce_rms_norm_quantize, operands, test_utils=utilities)
+        operands = (*operands, 1e-6, False, *ops.quantize(product, mode)[:2])  # test_schema multiplies 8-bit floats
+        torch.library.opcheck(raw.all_reduce_rms_norm_quantize, operands, test_utils=utilities[1:])
         operands = (x, product, None, residual, weight, given, mode, name, size)
         torch.library.opcheck(raw.matmul_all_reduce_rms_norm_quantize, operands, test_utils=utilities)
 

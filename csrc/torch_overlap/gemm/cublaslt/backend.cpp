@@ -103,20 +103,32 @@ void run_dequantized(cublasLtHandle_t handle, const GemmProblem& problem) {
   GemmRunner(handle, unscaled).run();
 }
 
-std::optional<sm90::Problem> custom_kernel_problem_of(const GemmProblem& problem) {
+// `call` receives owners of memory that the result refers to.
+std::optional<sm90::Problem> custom_kernel_problem_of(const GemmProblem& problem,
+                                                      LtMatmulArgs& call) {
   const auto epilogue = fused_epilogue(problem);
   if (!epilogue || problem.lhs.data.scalar_type() == at::kDouble) return std::nullopt;
-  const LtMatmulArgs call = make_matmul_args(problem, *epilogue, problem.args.out, {});
+  call = make_matmul_args(problem, *epilogue, problem.args.out, {});
   return custom_kernel_problem(call, call.d);
 }
 
-// Calls sm90::load_small_m() or sm90::run_small_m(). Returns false if there is no kernel for it.
+// True if the scales of an operand are read in place, at `address`.
+bool reads_scales_in_place(const OperandView& operand, const void* address) {
+  return !operand.scaled() || operand.scale_inv.const_data_ptr() == address;
+}
+
+// Calls sm90::load_small_m() or sm90::run_small_m(). Returns false if there is no kernel for it, or
+// if scales would be copied by a kernel between the last one and it.
 template <typename Function>
 bool with_early_kernel(const GemmProblem& problem, const Function& function) {
   const EarlyStart start = problem.args.early_start;
-  if (start == EarlyStart::none || has_bias_grad_over_k(problem)) return false;
-  const auto product = custom_kernel_problem_of(problem);
-  return product && function(*product, start == EarlyStart::loads_rhs);
+  const bool has_block_scales =
+      problem.lhs.scaled() && !supports_fast_accumulation(problem.lhs.scaling);
+  if (start == EarlyStart::none || has_bias_grad_over_k(problem) || has_block_scales) return false;
+  LtMatmulArgs call;
+  const auto product = custom_kernel_problem_of(problem, call);
+  return product && reads_scales_in_place(problem.rhs, call.scale_a) &&
+         reads_scales_in_place(problem.lhs, call.scale_b) && function(*product, start);
 }
 
 void run_problem(cublasLtHandle_t handle, const GemmProblem& problem) {
@@ -152,7 +164,8 @@ class CublasLtGemm final : public GemmBackend {
 
   std::vector<std::string> custom_kernels(const GemmProblem& problem) override {
     std::vector<std::string> names;
-    const auto product = custom_kernel_problem_of(problem);
+    LtMatmulArgs call;
+    const auto product = custom_kernel_problem_of(problem, call);
     if (!product) return names;
     for (const sm90::TileShape& tile_shape : sm90::supported_tile_shapes(*product)) {
       names.push_back(concat(tile_shape.rows, "x", tile_shape.columns));
@@ -161,7 +174,8 @@ class CublasLtGemm final : public GemmBackend {
   }
 
   void run_custom(const GemmProblem& problem, size_t index) override {
-    const auto product = custom_kernel_problem_of(problem);
+    LtMatmulArgs call;
+    const auto product = custom_kernel_problem_of(problem, call);
     sm90::run(*product, sm90::supported_tile_shapes(*product).at(index));
   }
 

@@ -40,16 +40,25 @@ Owned<cublasLtMatrixLayout_t> make_operand(int64_t type, int64_t transposed, int
                      transposed != 0 ? rows : columns, leading);
 }
 
+// True if this project has a kernel for 8-bit operands of few rows.
+bool has_few_rows_kernel(const LtMatmulArgs& call) {
+  if (call.key.scale_mode_a < 0) return false;
+  const auto product = custom_kernel_problem(call, call.d);
+  return product && sm90::supports_small_m(*product);
+}
+
 }  // namespace
 
 Plan::Plan(cublasLtHandle_t handle, const LtMatmulArgs& call)
     : key_(call.key),
+      has_few_rows_(has_few_rows_kernel(call)),
       matmul_(make_matmul_desc(key_)),
       a_(make_operand(key_.type_a, key_.transpose_a, key_.m, key_.k, key_.lda)),
       b_(make_operand(key_.type_b, key_.transpose_b, key_.k, key_.n, key_.ldb)),
       c_(make_operand(key_.type_c, 0, key_.m, key_.n, key_.ldc)),
       d_(make_operand(key_.type_d, 0, key_.m, key_.n, key_.ldd)) {
   count(gemm_counters().plans);
+  if (has_few_rows_) return;
   set_addresses(call);
   const auto found = query(handle, 1);
   if (found.empty()) {
@@ -123,6 +132,8 @@ cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtMatmulArgs& call, v
 
 bool Plan::run(cublasLtHandle_t handle, const LtMatmulArgs& call, const Workspace& workspace,
                cudaStream_t stream) {
+  if (has_few_rows_)
+    return sm90::run_small_m(*custom_kernel_problem(call, call.d), EarlyStart::none);
   const std::lock_guard lock(mutex_);
   const bool should_measure =
       !measured_ && key_.overlaps_communication == 0 && gemm_tuning() != GemmTuning::kHeuristic;

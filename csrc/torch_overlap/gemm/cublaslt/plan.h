@@ -16,9 +16,10 @@ namespace torch_overlap::cublaslt {
 // serialized. The device of the key must be current.
 class Plan {
  public:
-  // Requests an algorithm from the library. A plan is also created if the library refuses the
-  // problem, so that it is not asked again: then one of this project's kernels is used if the
-  // operands have 8 bits and there is one.
+  // Requests an algorithm from the library. 8-bit operands of few rows use this project's kernel
+  // for them if there is one: the library multiplies 128 rows. A plan is also created if the
+  // library refuses the problem, so that it is not asked again: then one of this project's kernels
+  // is used if the operands have 8 bits and there is one.
   Plan(cublasLtHandle_t handle, const LtMatmulArgs& call);
 
   // Returns false, without enqueuing anything, if nothing here supports the problem. With measured
@@ -39,6 +40,7 @@ class Plan {
 
   std::mutex mutex_;
   const PlanKey key_;
+  const bool has_few_rows_;  // of 8-bit operands, for which there is a kernel
   Owned<cublasLtMatmulDesc_t> matmul_;
   Owned<cublasLtMatrixLayout_t> a_, b_, c_, d_;
   std::optional<cublasLtMatmulAlgo_t> algorithm_;  // empty: refused

@@ -56,17 +56,21 @@ bool can_run(const Problem& product) {
          supports_tma_load(product.residual, product.out_type, product.residual_stride);
 }
 
-// Raises the kernel's shared memory limit on the current device, once.
+// Raises the kernel's shared memory limit on the current device, once. This may wait for running
+// kernels, which may wait for those of other devices: other threads are not held up.
 void set_max_shared_memory(const KernelInfo& kernel) {
   static std::mutex mutex;
   static auto* const loaded = new std::set<std::pair<const void*, c10::DeviceIndex>>;
   const std::pair key(kernel.kernel, c10::cuda::current_device());
-  const std::lock_guard lock(mutex);
-  if (loaded->contains(key)) return;
+  {
+    const std::lock_guard lock(mutex);
+    if (loaded->contains(key)) return;
+  }
   const cuda::RelaxedCapture relaxed;
   cuda::check(cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    kernel.shared_bytes),
               "gemm: loading a kernel");
+  const std::lock_guard lock(mutex);
   loaded->insert(key);
 }
 
@@ -138,58 +142,80 @@ void run(const Problem& product, const TileShape& tile_shape) {
 
 namespace {
 
-// Kernel of a product of few rows, and the size of its grid. Null if there is none.
+// Kernel of a product of few rows, and its grid. Null if there is none.
 struct SmallMLaunch {
   const KernelInfo* kernel = nullptr;
+  int block_features = 0;
   int blocks = 0;
 };
 
 // A pair of SMs is left free, as by ResidentGrid. Clusters share a tile along k if there are SMs
-// for all of them; otherwise a block computes one tile after the other.
-SmallMLaunch small_m_launch(const Problem& product, bool loads_rhs_early) {
-  if (product.m > kMaxSmallMRows || is_8_bit(product.lhs_type) || !product.is_lhs_k_major ||
+// for all of them; otherwise units of features are divided evenly among the blocks.
+SmallMLaunch small_m_launch(const Problem& product, EarlyStart start) {
+  const int64_t max_rows = is_8_bit(product.lhs_type) ? kMaxSmallMRows8Bit : kMaxSmallMRows;
+  if (product.m > max_rows || product.lhs_type != product.rhs_type || !product.is_lhs_k_major ||
       !product.is_rhs_k_major || product.gelu || product.residual != nullptr ||
       product.bias != nullptr || !can_run(product)) {
     return {};
   }
   const int64_t sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount / 2 * 2 - 2;
+  const int64_t depth = kSmallMDepthBytes / c10::elementSize(product.lhs_type);
+  const int64_t stages = ceil_div(product.k, depth);
   const int64_t tiles = ceil_div(product.n, kSmallMFeatures);
-  const int64_t stages = ceil_div(product.k, kSmallMDepth);
   int split = 1;
   // At least split^2 stages: then no part of k is empty.
   for (const int more : {2, 4}) {
     if (more * tiles <= sms && more * more <= stages) split = more;
   }
-  return {find_small_m_kernel({.type = element_type(product.out_type),
+  const int64_t features =
+      split > 1 ? kSmallMFeatures : ceil_div(product.n, sms * kSmallMUnit) * kSmallMUnit;
+  const int64_t blocks = split * ceil_div(product.n, features);
+  return {find_small_m_kernel({.type = operand_type(product.lhs_type),
                                .rows = static_cast<int>(product.m),
                                .split_k = split,
-                               .loads_weight_early = loads_rhs_early}),
-          static_cast<int>(std::min(split * tiles + split * tiles % 2, sms))};
+                               .loads_weight_early = start == EarlyStart::loads_rhs}),
+          static_cast<int>(features), static_cast<int>(blocks + blocks % 2)};
 }
 
 }  // namespace
 
-bool load_small_m(const Problem& product, bool loads_rhs_early) {
-  const SmallMLaunch launch = small_m_launch(product, loads_rhs_early);
+bool supports_small_m(const Problem& product) {
+  return small_m_launch(product, EarlyStart::none).kernel != nullptr;
+}
+
+bool load_small_m(const Problem& product, EarlyStart start) {
+  const SmallMLaunch launch = small_m_launch(product, start);
   if (launch.kernel != nullptr) set_max_shared_memory(*launch.kernel);
   return launch.kernel != nullptr;
 }
 
-bool run_small_m(const Problem& product, bool loads_rhs_early) {
-  const auto [kernel, blocks] = small_m_launch(product, loads_rhs_early);
-  if (kernel == nullptr) return false;
-  set_max_shared_memory(*kernel);
+bool run_small_m(const Problem& product, EarlyStart start) {
+  const SmallMLaunch launch = small_m_launch(product, start);
+  if (launch.kernel == nullptr) return false;
+  const KernelInfo& kernel = *launch.kernel;
+  set_max_shared_memory(kernel);
+  const auto weight_map = [&](int features) {
+    return make_tensor_map(product.rhs, product.rhs_type, product.n, product.k, product.rhs_stride,
+                           features, /*box_bytes=*/128, /*l2_bytes=*/128);
+  };
   SmallMGemmParams params{};
-  params.product.weight = make_tensor_map(product.rhs, product.rhs_type, product.n, product.k,
-                                          product.rhs_stride, kernel->columns);
+  params.product.weight = weight_map(kernel.columns);
+  const int narrow = launch.block_features % kernel.columns;
+  params.weight_narrow = weight_map(narrow > 0 ? narrow : kernel.columns);
   params.product.rows = make_tensor_map(product.lhs, product.lhs_type, product.m, product.k,
-                                        product.lhs_stride, kernel->rows);
+                                        product.lhs_stride, kernel.rows);
   params.product.m = static_cast<int>(product.m);
   params.product.n = static_cast<int>(product.n);
-  params.product.stages = static_cast<int>(ceil_div(product.k, kernel->depth));
+  params.product.stages = static_cast<int>(ceil_div(product.k, kernel.depth));
+  params.block_features = launch.block_features;
+  params.rows_scale = product.lhs_scale;
+  params.weight_scale = product.rhs_scale;
+  params.scaled_by_row = product.scaled_by_row;
   params.out = product.out;
   params.out_stride = product.out_stride;
-  cuda::check(launch_small_m(*kernel, params, blocks, c10::cuda::getCurrentCUDAStream()),
+  params.out_is_f16 = product.out_type == at::kHalf;
+  cuda::check(launch_small_m(kernel, params, launch.blocks, start != EarlyStart::none,
+                             c10::cuda::getCurrentCUDAStream()),
               "gemm: a kernel of our own");
   return true;
 }

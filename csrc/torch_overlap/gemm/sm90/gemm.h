@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "torch_overlap/gemm/early_start.h"
 #include "torch_overlap/gemm/sm90/kernels.h"
 
 // This project's plain GEMMs on Hopper, as candidates in addition to the library's.
@@ -57,12 +58,12 @@ std::optional<TileShape> heuristic_tile_shape(const Problem& product);
 // Runs on the current stream. Capture-safe once the kernel has run on this device.
 void run(const Problem& product, const TileShape& tile_shape);
 
-// Runs a product of few rows by a K-major rhs [n, k], of one 16-bit type, by programmatic dependent
-// launch (small_m_kernels.cu). Returns false if there is no kernel for it. `loads_rhs_early`: the
-// last kernel on the current stream waits for the one before it, and does not write rhs.
-bool run_small_m(const Problem& product, bool loads_rhs_early);
+// Runs a product of few rows by a K-major rhs [n, k] of the same type, not e5m2, without an
+// epilogue (small_m_kernels.cu). Returns false if there is no kernel for it.
+bool run_small_m(const Problem& product, EarlyStart start);
+bool supports_small_m(const Problem& product);
 // Loads the kernel that run_small_m() runs, which may wait for running kernels. Returns false if
 // there is none.
-bool load_small_m(const Problem& product, bool loads_rhs_early);
+bool load_small_m(const Problem& product, EarlyStart start);
 
 }  // namespace torch_overlap::sm90

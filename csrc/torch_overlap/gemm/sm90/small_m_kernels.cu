@@ -12,13 +12,15 @@
 namespace torch_overlap::sm90 {
 namespace {
 
-// Shared memory of a block, of which an SM has 228 KiB. What is loaded early is bound by it.
-constexpr int shared_bytes(bool loads_early) { return (loads_early ? 208 : 104) * 1024; }
+// Shared memory of a block, of which an SM has 228 KiB. What is loaded early is bound by it. Half
+// of it is enough otherwise, except for stages of many rows.
+constexpr int shared_bytes(bool loads_early, int rows) {
+  return (loads_early || rows > 32 ? 208 : 104) * 1024;
+}
 
-template <typename In_, typename Out_, int kRows_, int kSplitK_, bool kLoadsEarly_>
+template <typename In_, int kRows_, int kSplitK_, bool kLoadsEarly_>
 struct SmallMGemmConfig {
   using In = In_;
-  using Out = Out_;
   static constexpr int kRows = kRows_;
   static constexpr int kSplitK = kSplitK_;
   static constexpr bool kLoadsEarly = kLoadsEarly_;
@@ -27,13 +29,13 @@ struct SmallMGemmConfig {
   static constexpr int kFeatures = kSmallMFeatures;
   static constexpr int kNumMmaThreads = 128;  // the first threads of the block
   static constexpr int kThreads = kNumMmaThreads + 32;
-  static constexpr int kDepth = kSmallMDepth;
-  static_assert(kDepth * In::kBytes == 128);
+  static constexpr int kDepth = kSmallMDepthBytes / In::kBytes;
   static constexpr int kSteps = 4;
   static constexpr int kWeightBytes = kFeatures * 128;
   static constexpr int kStageBytes = kWeightBytes + kRows * 128;
   static constexpr int kOutputBytes = kRows * 128;  // of 64 features
-  static constexpr int kStages = (shared_bytes(kLoadsEarly) - 1024 - kOutputBytes) / kStageBytes;
+  static constexpr int kStages =
+      (shared_bytes(kLoadsEarly, kRows) - 1024 - kOutputBytes) / kStageBytes;
   static constexpr int kSharedBytes = kStages * kStageBytes + kOutputBytes + 1024;
   static constexpr int kAccumulators = kRows / 2;
   // The sums of the cluster's other blocks reuse the memory of the stages.
@@ -41,45 +43,66 @@ struct SmallMGemmConfig {
   static_assert((kSplitK - 1) * kSumsBytes <= kStages * kStageBytes);
 };
 
-// The stages of all tiles of a block, one tile after the other.
+// The features of a block, a tile at a time. Its last tile may have fewer features.
+template <typename Config>
+struct BlockTiles : SmallMTile<Config> {
+  int end;
+  int narrow;  // first feature of the last tile if that is narrower, otherwise none
+  __device__ __forceinline__ explicit BlockTiles(const SmallMGemmParams& p)
+      : SmallMTile<Config>(p.product) {
+    this->feature = static_cast<int>(blockIdx.x) / Config::kSplitK * p.block_features;
+    narrow = this->feature + p.block_features / Config::kFeatures * Config::kFeatures;
+    end = min(this->feature + p.block_features, p.product.n);
+  }
+  __device__ __forceinline__ bool has_tile() const { return this->feature < end; }
+  __device__ __forceinline__ void next() { this->feature += Config::kFeatures; }
+};
+
+// The stages of all tiles of a block, one tile after the other. It runs on one thread.
 template <typename Config>
 struct TileStages {
-  SmallMTile<Config> place;
+  BlockTiles<Config> tiles;
   int i = 0;  // stage of the tile
   __device__ __forceinline__ void advance() {
-    if (++i < place.count) return;
+    if (++i < tiles.count) return;
     i = 0;
-    next_tile(place);
+    tiles.next();
   }
-  static __device__ __forceinline__ void next_tile(SmallMTile<Config>& place) {
-    place.feature += static_cast<int>(gridDim.x) / Config::kSplitK * Config::kFeatures;
+  __device__ __forceinline__ void load_weight(const SmallMGemmParams& p, uint32_t to,
+                                              uint32_t full) const {
+    const bool is_narrow = tiles.feature == tiles.narrow;
+    const int features = is_narrow ? p.block_features % Config::kFeatures : Config::kFeatures;
+    barrier_arrive_expect_tx(full, (Config::kRows + features) * 128);
+    tma_load_2d(to, is_narrow ? &p.weight_narrow : &p.product.weight, full,
+                (tiles.first + i) * Config::kDepth, tiles.feature);
+  }
+  __device__ __forceinline__ void load_rows(const SmallMGemmParams& p, uint32_t to,
+                                            uint32_t full) const {
+    sm90::load_rows<Config>(p.product, tiles, i, to, full);
   }
 };
 
 // Runs on one thread.
 template <typename Config>
 __device__ __forceinline__ void load_stages(const SmallMGemmParams& p,
-                                            const SmallMTile<Config>& place, int tiles,
-                                            uint32_t shared, SharedBarriers<Config>& barriers) {
-  const int count = tiles * place.count;
+                                            const BlockTiles<Config>& tiles, uint32_t shared,
+                                            SharedBarriers<Config>& barriers) {
+  const int count = max(0, ceil_div(tiles.end - tiles.feature, Config::kFeatures)) * tiles.count;
   const int early = Config::kLoadsEarly ? min(count, Config::kStages) : 0;
   const auto full = [&](int stage) { return shared_address(&barriers.full[stage]); };
   const auto memory = [&](int stage) { return shared + stage * Config::kStageBytes; };
-  TileStages<Config> next{place};
-  for (int i = 0; i < early; ++i, next.advance()) {
-    barrier_arrive_expect_tx(full(i), Config::kStageBytes);
-    load_weight<Config>(p.product, next.place, next.i, memory(i), full(i));
-  }
+  TileStages<Config> next{tiles};
+  for (int i = 0; i < early; ++i, next.advance()) next.load_weight(p, memory(i), full(i));
   cuda::wait_for_kernel_before();
   cuda::let_next_kernel_launch();
-  TileStages<Config> of_rows{place};
-  for (int i = 0; i < early; ++i, of_rows.advance()) {
-    load_rows<Config>(p.product, of_rows.place, of_rows.i, memory(i), full(i));
-  }
+  TileStages<Config> of_rows{tiles};
+  for (int i = 0; i < early; ++i, of_rows.advance()) of_rows.load_rows(p, memory(i), full(i));
   PipelineState<Config::kStages> at;
   at.phase = early > 0 ? 1 : 0;
-  for (int i = early; i < count; ++i, next.advance()) {
-    load_stage<Config>(p.product, next.place, next.i, shared, barriers, at);
+  for (int i = early; i < count; ++i, next.advance(), at.advance()) {
+    barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
+    next.load_weight(p, memory(at.stage), full(at.stage));
+    next.load_rows(p, memory(at.stage), full(at.stage));
   }
 }
 
@@ -118,13 +141,61 @@ __device__ __forceinline__ void add_parts(const SmallMTile<Config>& place, uint3
   }
 }
 
-// Rounds and stores 64 features of all rows. `outputs` are Config::kOutputBytes of shared memory.
+// The scales of the sums that a thread holds (wgmma.cuh), read from L2: what another kernel wrote
+// before this one started need not be in L1. Runs on a warpgroup.
+template <typename Config>
+class Scales {
+ public:
+  // Before the kernel before has ended, like the weight's loads.
+  __device__ __forceinline__ void load_of_features(const SmallMGemmParams& p, int first_feature) {
+    if constexpr (!Config::kLoadsEarly) cuda::wait_for_kernel_before();
+    const int feature = first_feature + static_cast<int>(threadIdx.x) / 32 * 16 + lane() / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = p.scaled_by_row ? min(feature + 8 * half, p.product.n - 1) : 0;
+      of_features_[half] = __ldcg(p.weight_scale + at);
+    }
+  }
+  // Waits for the kernel before.
+  __device__ __forceinline__ void load_of_rows(const SmallMGemmParams& p) {
+    cuda::wait_for_kernel_before();
+#pragma unroll
+    for (int i = 0; i < kRowScales; ++i) {
+      const int row = 8 * (i / 2) + 2 * (lane() % 4) + i % 2;
+      of_rows_[i] = __ldcg(p.rows_scale + (p.scaled_by_row ? min(row, p.product.m - 1) : 0));
+    }
+  }
+  __device__ __forceinline__ void apply(float (&sums)[Config::kAccumulators]) const {
+#pragma unroll
+    for (int i = 0; i < Config::kAccumulators; ++i) {
+      sums[i] *= of_rows_[i / 4 * 2 + i % 2] * of_features_[i / 2 % 2];
+    }
+  }
+
+ private:
+  static constexpr int kRowScales = Config::kAccumulators / 2;
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+  float of_features_[2];
+  float of_rows_[kRowScales];
+};
+
+// 16-bit operands have none.
+template <typename Config>
+  requires(Config::In::kBytes == 2)
+class Scales<Config> {
+ public:
+  __device__ __forceinline__ void load_of_features(const SmallMGemmParams&, int) {}
+  __device__ __forceinline__ void load_of_rows(const SmallMGemmParams&) {}
+  __device__ __forceinline__ void apply(float (&)[Config::kAccumulators]) const {}
+};
+
+// Rounds and stores a tile of all rows. `outputs` are Config::kOutputBytes of shared memory.
 // Runs on a warpgroup.
 template <typename Config>
-__device__ __forceinline__ void store_small_m(const SmallMGemmParams& p, int first_feature,
-                                              uint32_t outputs,
+__device__ __forceinline__ void store_small_m(const SmallMGemmParams& p,
+                                              const BlockTiles<Config>& tiles, uint32_t outputs,
                                               const float (&sums)[Config::kAccumulators]) {
-  using Out = typename Config::Out;
   const auto thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   named_barrier_sync(1, Config::kNumMmaThreads);  // the previous tile's outputs have been read
@@ -135,16 +206,17 @@ __device__ __forceinline__ void store_small_m(const SmallMGemmParams& p, int fir
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = 2 * (w + i);
-      rounded[i] = pack(Out{}, sums[at], sums[at + 1]);
+      rounded[i] = p.out_is_f16 ? pack(__half{}, sums[at], sums[at + 1])
+                                : pack(__nv_bfloat16{}, sums[at], sums[at + 1]);
     }
     const int row = 4 * w + lane / 16 * 8 + lane % 8;
     stmatrix_x4_trans(outputs + row * 128 + ((chunk ^ (row & 7)) << 4), rounded);
   }
   named_barrier_sync(1, Config::kNumMmaThreads);
   const int vector = thread % 8;
-  const int feature = first_feature + vector * 8;
-  if (feature >= p.product.n) return;
-  auto* const out = static_cast<Out*>(p.out) + feature;
+  const int feature = tiles.feature + vector * 8;
+  if (feature >= tiles.end) return;
+  auto* const out = static_cast<uint16_t*>(p.out) + feature;
 #pragma unroll
   for (int row = thread / 8; row < Config::kRows; row += 16) {
     if (row >= p.product.m) break;
@@ -160,39 +232,42 @@ __global__ void __launch_bounds__(Config::kThreads)
   __shared__ SharedBarriers<Config> barriers;
   const uint32_t shared = (shared_address(dynamic_shared) + 1023) & ~uint32_t{1023};
   const uint32_t outputs = shared + Config::kStages * Config::kStageBytes;
-  SmallMTile<Config> place(p.product);
+  BlockTiles<Config> tiles(p);
   init_small_m<Config>(barriers);
   const bool multiplies = threadIdx.x < Config::kNumMmaThreads;
-  const auto load = [&](int tiles) {
-    if (threadIdx.x == Config::kNumMmaThreads) {
-      load_stages<Config>(p, place, tiles, shared, barriers);
-    }
+  if (!multiplies) {
+    if (threadIdx.x == Config::kNumMmaThreads) load_stages<Config>(p, tiles, shared, barriers);
     __syncwarp();
-  };
+  }
   float sums[Config::kAccumulators];
+  Scales<Config> scales;
   PipelineState<Config::kStages> at;
-  if constexpr (Config::kSplitK > 1) {
-    if (multiplies) {
-      multiply_small_m<Config>(place, shared, barriers, at, sums);
-    } else {
-      load(1);
+  if constexpr (Config::kSplitK > 1) {  // one tile
+    const bool stores = multiplies && tiles.part == 0;
+    if (stores) {
+      scales.load_of_features(p, tiles.feature);
+      scales.load_of_rows(p);
     }
-    add_parts<Config>(place, shared, multiplies, sums);
-    if (multiplies && place.part == 0) store_small_m<Config>(p, place.feature, outputs, sums);
+    if (multiplies) multiply_small_m<Config>(tiles, shared, barriers, at, sums);
+    add_parts<Config>(tiles, shared, multiplies, sums);
+    if (stores) {
+      scales.apply(sums);
+      store_small_m<Config>(p, tiles, outputs, sums);
+    }
   } else if (multiplies) {
-    for (; place.feature < p.product.n; TileStages<Config>::next_tile(place)) {
-      multiply_small_m<Config>(place, shared, barriers, at, sums);
-      store_small_m<Config>(p, place.feature, outputs, sums);
+    scales.load_of_rows(p);
+    for (; tiles.has_tile(); tiles.next()) {
+      scales.load_of_features(p, tiles.feature);
+      multiply_small_m<Config>(tiles, shared, barriers, at, sums);
+      scales.apply(sums);
+      store_small_m<Config>(p, tiles, outputs, sums);
     }
-  } else {
-    const int tiles = ceil_div(p.product.n, Config::kFeatures) - static_cast<int>(blockIdx.x);
-    load(ceil_div(tiles, static_cast<int>(gridDim.x)));
   }
 }
 
-template <typename In, typename Out, int kRows, int kSplitK, bool kLoadsEarly>
+template <typename In, int kRows, int kSplitK, bool kLoadsEarly>
 KernelInfo info() {
-  using Config = SmallMGemmConfig<In, Out, kRows, kSplitK, kLoadsEarly>;
+  using Config = SmallMGemmConfig<In, kRows, kSplitK, kLoadsEarly>;
   return {.kernel = reinterpret_cast<const void*>(small_m_kernel<Config>),
           .rows = Config::kRows,
           .columns = Config::kFeatures,
@@ -203,36 +278,48 @@ KernelInfo info() {
           .shared_bytes = Config::kSharedBytes};
 }
 
-template <typename In, typename Out, int kRows, bool kLoadsEarly>
+template <typename In, int kRows, bool kLoadsEarly>
 const KernelInfo* find_split(int split_k) {
-  static const KernelInfo one = info<In, Out, kRows, 1, kLoadsEarly>();
-  static const KernelInfo two = info<In, Out, kRows, 2, kLoadsEarly>();
-  static const KernelInfo four = info<In, Out, kRows, 4, kLoadsEarly>();
+  static const KernelInfo one = info<In, kRows, 1, kLoadsEarly>();
+  static const KernelInfo two = info<In, kRows, 2, kLoadsEarly>();
+  static const KernelInfo four = info<In, kRows, 4, kLoadsEarly>();
   return split_k == 1 ? &one : split_k == 2 ? &two : split_k == 4 ? &four : nullptr;
 }
 
-template <typename In, typename Out, int kRows>
+template <typename In, int kRows>
 const KernelInfo* find_start(const SmallMKernelKey& key) {
-  return key.loads_weight_early ? find_split<In, Out, kRows, true>(key.split_k)
-                                : find_split<In, Out, kRows, false>(key.split_k);
+  return key.loads_weight_early ? find_split<In, kRows, true>(key.split_k)
+                                : find_split<In, kRows, false>(key.split_k);
 }
 
-template <typename In, typename Out>
+template <typename In>
 const KernelInfo* find_rows(const SmallMKernelKey& key) {
-  if (key.rows <= 16) return find_start<In, Out, 16>(key);
-  return key.rows <= kMaxSmallMRows ? find_start<In, Out, kMaxSmallMRows>(key) : nullptr;
+  if (key.rows <= 16) return find_start<In, 16>(key);
+  if (key.rows <= 32) return find_start<In, 32>(key);
+  if constexpr (In::kBytes == 1) {
+    if (key.rows <= kMaxSmallMRows8Bit) return find_start<In, kMaxSmallMRows8Bit>(key);
+  }
+  return nullptr;
 }
 
 }  // namespace
 
 const KernelInfo* find_small_m_kernel(const SmallMKernelKey& key) {
-  if (key.type == ElementType::bf16) return find_rows<Bf16, __nv_bfloat16>(key);
-  return key.type == ElementType::f16 ? find_rows<F16, __half>(key) : nullptr;
+  switch (key.type) {
+    case OperandType::bf16:
+      return find_rows<Bf16>(key);
+    case OperandType::f16:
+      return find_rows<F16>(key);
+    case OperandType::e4m3:
+      return find_rows<E4m3E4m3>(key);
+    default:
+      return nullptr;
+  }
 }
 
 cudaError_t launch_small_m(const KernelInfo& kernel, const SmallMGemmParams& params, int blocks,
-                           cudaStream_t stream) {
-  return launch(kernel, params, blocks, stream, /*is_dependent=*/true);
+                           bool is_dependent, cudaStream_t stream) {
+  return launch(kernel, params, blocks, stream, is_dependent);
 }
 
 }  // namespace torch_overlap::sm90

@@ -48,6 +48,7 @@ struct TensorMapKey {
   at::ScalarType dtype = at::kByte;
   int box_rows = 0;  // 0 only in the key of an empty entry
   int box_bytes = 0;
+  int l2_bytes = 0;
 
   bool operator==(const TensorMapKey&) const = default;
 };
@@ -64,14 +65,14 @@ size_t slot_of(const TensorMapKey& key) {
       reinterpret_cast<uintptr_t>(key.data), static_cast<uint64_t>(key.rows),
       static_cast<uint64_t>(key.columns),    static_cast<uint64_t>(key.stride),
       static_cast<uint64_t>(key.dtype),      static_cast<uint64_t>(key.box_rows),
-      static_cast<uint64_t>(key.box_bytes)};
+      static_cast<uint64_t>(key.box_bytes),  static_cast<uint64_t>(key.l2_bytes)};
   uint64_t hash = 0;
   for (const uint64_t word : words) hash = std::rotl((hash ^ word) * 0x9E3779B97F4A7C15U, 29);
   return (hash ^ (hash >> 32U)) % kNumCacheEntries;
 }
 
 CUtensorMap encode_tensor_map(const TensorMapKey& key) {
-  const auto& [data, rows, columns, stride, dtype, box_rows, box_bytes] = key;
+  const auto& [data, rows, columns, stride, dtype, box_rows, box_bytes, l2_bytes] = key;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const size_t element = c10::elementSize(dtype);
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * element};
@@ -79,10 +80,11 @@ CUtensorMap encode_tensor_map(const TensorMapKey& key) {
                             static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[] = {1, 1};
   CUtensorMap map;
-  const CUresult status =
-      tensor_map_encoder()(&map, tensor_map_type(dtype), 2, const_cast<void*>(data), sizes, strides,
-                           box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(box_bytes),
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = tensor_map_encoder()(
+      &map, tensor_map_type(dtype), 2, const_cast<void*>(data), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(box_bytes),
+      l2_bytes == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TORCH_OVERLAP_CHECK(status == CUDA_SUCCESS, kRuntime,
                       "gemm: expected a matrix that tensor copies take, got ", rows, " x ", columns,
                       " of ", dtype, " with rows ", stride, " elements apart (CUDA error ",
@@ -93,10 +95,10 @@ CUtensorMap encode_tensor_map(const TensorMapKey& key) {
 }  // namespace
 
 CUtensorMap make_tensor_map(const void* data, at::ScalarType dtype, int64_t rows, int64_t columns,
-                            int64_t stride, int box_rows, int box_bytes) {
+                            int64_t stride, int box_rows, int box_bytes, int l2_bytes) {
   // Direct-mapped by hash: nothing is shared with other threads, and the cache does not grow.
   thread_local std::vector<TensorMapEntry> entries(kNumCacheEntries);
-  const TensorMapKey key{data, rows, columns, stride, dtype, box_rows, box_bytes};
+  const TensorMapKey key{data, rows, columns, stride, dtype, box_rows, box_bytes, l2_bytes};
   TensorMapEntry& entry = entries[slot_of(key)];
   if (entry.key != key) entry = {key, encode_tensor_map(key)};
   return entry.map;
