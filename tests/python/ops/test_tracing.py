@@ -274,17 +274,18 @@ def test_compile_exchanging_bulk_and_scaled_products_inductor():
     run_ranks(compile_exchanging_rank, 2, "inductor", False, backend="gloo", timeout=540)
 
 
-def test_another_communicator_compiles_again():
-    def rank(comm):
-        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(lambda x, c: ops.all_gather(x, c), backend=counter, fullgraph=True)
-        alone = comm.split([comm.get_rank()])
-        x = torch.ones(3)
-        assert [len(compiled(x, c)) for c in (comm, alone, comm, alone)] == [3 * comm.get_size(), 3] * 2
-        assert counter.frame_count == 2
-        alone.finalize()
+def recompiling_rank(comm):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, c: ops.all_gather(x, c), backend=counter, fullgraph=True)
+    alone = comm.split([comm.get_rank()])
+    x = torch.ones(3)
+    assert [len(compiled(x, c)) for c in (comm, alone, comm, alone)] == [3 * comm.get_size(), 3] * 2
+    assert counter.frame_count == 2
+    alone.finalize()
 
-    run_ranks(rank, 1, backend="local")
+
+def test_another_communicator_compiles_again():
+    run_ranks(recompiling_rank, 1, backend="gloo")
 
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.inductor])]
