@@ -457,7 +457,12 @@ def _make_step(
         exact = [other for other in found.strategies if not _adds_narrow_terms(call, other)]
         planned = [(other, _plans(mesh, inputs, other)) for other in exact]
         stay = [one for one in planned if not _moves_anchored(inputs, one[1])]
-        strategy, plans = [*stay, *planned, (strategy, plans)][0]
+        if not planned:
+            raise UnsupportedError(
+                f"{call.name}: expected operands whose terms need not change their dtype before they are added up, got "
+                f"layouts {[str(spec.layout) for spec in inputs]}; reshard the partial ones first"
+            )
+        strategy, plans = [*stay, *planned][0]
     needed = [spec_of(mesh, to, spec.shape, spec.dtype) for to, spec in zip(strategy.inputs, inputs, strict=True)]
     local = local_call(call, own_rule, strategy.inputs, strategy.outputs, mesh.rank, device)
     if has_sparse_gradient(call) and needed[0].layout != inputs[0].layout:

@@ -12,8 +12,8 @@
 
 namespace torch_overlap::cublaslt {
 
-// The descriptors and the algorithm of all calls with one key. Calls from any thread are
-// serialized. The device of the key must be current.
+// The descriptors and the algorithm of all calls with one key. Thread-safe. The device of the key
+// must be current.
 class Plan {
  public:
   // Requests an algorithm from the library. 8-bit operands of few rows use this project's kernel
